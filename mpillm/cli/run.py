@@ -1,0 +1,348 @@
+"""``mpillm run``: the main job. Reads prompts, runs them through a model split over ranks, writes results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from mpillm import __version__, collectives, io, kernels, log
+from mpillm.cli import options, report
+from mpillm.config import RunConfig, format_size
+from mpillm.engine import setup
+from mpillm.engine.blocks import BlockLedger
+from mpillm.engine.generate import BatchLoop, Ends, sequences_of
+from mpillm.engine.kvcache import allocate
+from mpillm.engine.output import ReplicaOutput, results_part
+from mpillm.engine.progress import RunProgress
+from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_defaults, read_requests
+from mpillm.engine.sampling import Sampler
+from mpillm.engine.scheduler import Limits as Budgets
+from mpillm.engine.scheduler import Scheduler, Sequence
+from mpillm.engine.text import TextStream
+from mpillm.errors import MpillmError
+from mpillm.formats import hdf5, results
+from mpillm.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+from mpillm.machine import memory
+from mpillm.models import registry
+from mpillm.models.config import ModelConfig
+from mpillm.models.parse import open_checkpoint, open_model
+from mpillm.models.weights import Weights
+from mpillm.partition import balance, describe
+
+LOG = logging.getLogger("mpillm.run")
+VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
+
+
+@dataclass
+class Job:
+    """What rank 0 found out before anything is loaded; told to all."""
+
+    path: str
+    model: ModelConfig
+    parts: str
+    context: int
+    eos_ids: frozenset[int]
+    requests: list[Request]
+    failed: list[FailedLine]
+
+
+def run(argv: list[str] | None) -> int:
+    """Run the job of the command line; the exit code. Raises MpillmError."""
+    if argv is not None and ("-h" in argv or "--help" in argv):
+        options.parser().print_help()
+        return 0
+    world = collectives.start()
+    clock = time.perf_counter()
+    settings = world.agree(lambda: options.parse(argv))
+    log.setup(world.rank, world.host, settings.log_level)
+    job = world.agree(lambda: prepare(settings))
+    try:
+        _work(world, settings, job, clock)
+    finally:
+        if world.rank == 0:
+            with contextlib.suppress(OSError):
+                os.rmdir(job.parts)      # only if nothing was written yet
+    return 0
+
+
+def prepare(settings: RunConfig) -> Job:
+    """On rank 0: outputs, model and prompts are usable. Raises MpillmError."""
+    io.check_results(settings.results_path, settings.overwrite)
+    parts = io.check_output(settings.output_path, settings.overwrite)
+    try:
+        io.check_template(settings.chat_template)
+        path = io.find_model(settings.model)
+        model, checkpoint = open_model(path, settings.tie_embeddings)
+        with contextlib.closing(checkpoint):
+            for line in checkpoint.warnings:
+                LOG.warning("%s", line)
+            tokenizer = open_tokenizer(path, checkpoint, settings)
+        context = setup.context_of(settings, model)
+        requests, failed = read_prompts(settings, model, context, tokenizer)
+        eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
+        return Job(path, model, parts, context, eos_ids, requests, failed)
+    except MpillmError:
+        os.rmdir(parts)
+        raise
+
+
+def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | None:
+    """The model's tokenizer; None where it has none. Raises ModelError."""
+    if checkpoint.kind == "gguf":
+        if "tokenizer.ggml.model" not in checkpoint.metadata:
+            return None
+        return tokenizer_from_gguf(checkpoint.metadata, settings.chat_template)
+    return tokenizer_from_folder(checkpoint.path, settings.chat_template)
+
+
+def read_prompts(settings: RunConfig, model: ModelConfig, context: int,
+                 tokenizer: Any | None) -> tuple[list[Request], list[FailedLine]]:
+    """All lines of the prompts file, checked. Raises InputError, UsageError."""
+    limits = Limits(vocab=model.vocab, max_positions=context, bos_id=model.bos_id, model=model.name,
+                    parse_special=settings.parse_special)
+    defaults = check_defaults(Sampling(
+        max_tokens=settings.max_tokens, temperature=settings.temperature, top_p=settings.top_p,
+        top_k=settings.top_k, min_p=settings.min_p, stop=settings.stop, stop_token_ids=settings.stop_token_ids,
+        ignore_eos=settings.ignore_eos, n=settings.n, logprobs=settings.logprobs), limits, tokenizer is not None)
+    requests: list[Request] = []
+    failed: list[FailedLine] = []
+    for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
+        (requests if isinstance(line, Request) else failed).append(line)
+    return requests, failed
+
+
+def _work(world: collectives.World, settings: RunConfig, job: Job, clock: float) -> None:
+    """Everything after the checks, on every rank."""
+    checkpoint = open_checkpoint(job.path)
+    weights = Weights(checkpoint, job.model)
+    free = min(world.allgather(memory.available_nbytes() // world.node_size))
+    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
+    placement = world.place(settings.threads_per_rank, settings.pin)
+    kernels.set_threads(placement.threads)
+    replica = world.split(split.layout.tp, split.layout.dp, settings.collectives)
+    if world.rank == 0:
+        announce(world, settings, job, split, placement)
+    compile_kernels(world, settings, job.model, weights)
+
+    outcome = None
+    if replica is not None:
+        outcome = run_replica(world, settings, job, split, replica, weights, checkpoint, placement, clock)
+    finish(world, settings, job, split, placement, outcome, clock)
+
+
+def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelConfig, weights: Weights) -> None:
+    """One rank a node compiles, or loads, what the run needs; the others wait and find it in the cache."""
+    began = time.perf_counter()
+    formats = registry.formats(model, weights, settings.weights)
+    if world.node_rank == 0:
+        kernels.warm_up(formats, settings.kv_type)
+    world.barrier_quiet()
+    if world.node_rank != 0:
+        kernels.warm_up(formats, settings.kv_type)
+    if time.perf_counter() - began > 5:
+        LOG.info("kernels compiled in %.1f s; the next start finds them in the cache", time.perf_counter() - began)
+
+
+@dataclass
+class Outcome:
+    """What a rank of a replica has to report when its requests are done."""
+
+    replica: int
+    tp_rank: int
+    steps: np.ndarray
+    failures: list[FailedLine]
+    weight_bytes: int
+    cache_bytes: int
+    clamped: int
+
+
+def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+                replica: collectives.Replica, weights: Weights, checkpoint: Any,
+                placement: collectives.Placement, clock: float) -> Outcome:
+    """Load this rank's part, run the replica's share of the requests, leave the results in part files."""
+    share = split.partition.shares[replica.rank]
+    began = time.perf_counter()
+    model, weight_bytes = setup.load_model(settings, job.model, weights, split, replica.rank, replica,
+                                           replica.row(split.partition))
+    world.barrier_quiet()
+    LOG.info("weights: %s on rank 0, loaded in %.1f s", format_size(weight_bytes), time.perf_counter() - began)
+
+    ends = Ends(job.eos_ids, job.context)
+    requests = job.requests[replica.index::replica.dp]
+    sequences = sequences_of(requests, ends, settings.seed)
+    n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
+    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
+    LOG.info("cache: %d blocks of %d positions, %s on rank 0", n_blocks, kernels.BLOCK, format_size(cache_bytes))
+
+    scheduler = Scheduler(sequences, BlockLedger(n_blocks),
+                          Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
+    tokenizer = open_tokenizer(job.path, checkpoint, settings) if replica.is_root else None
+    logits = hdf5.LogitsPart(hdf5.logits_part_path(job.parts, replica.index, replica.rank), share.vocab.start,
+                             share.vocab.stop, settings.logits_type,
+                             threads=placement.threads) if settings.logits != "none" else None
+    progress = None
+    if world.rank == 0:
+        progress = RunProgress(len(requests), settings.progress_every,
+                               f" (replica 0 of {replica.dp})" if replica.dp > 1 else "")
+    output = ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
+                           run_seed=settings.seed, created=int(time.time()), progress=progress)
+    if world.rank == 0:
+        for failed in job.failed:
+            output.reject(failed)
+
+    def text_stream(sequence: Sequence) -> TextStream | None:
+        s = sequence.request.sampling
+        return None if tokenizer is None else TextStream(tokenizer, sequence.prompt.tolist(), s.stop,
+                                                         s.skip_special_tokens, s.include_stop_str_in_output)
+
+    loop = BatchLoop(model, cache, scheduler, Sampler(replica, share.vocab.start), replica, output, ends,
+                     keep_logits=settings.logits, text_stream=text_stream, replica=replica.index, clock_start=clock)
+    steps = loop.run()
+    if progress is not None:
+        progress.close()
+    output.close()
+    return Outcome(replica.index, replica.rank, steps, output.failures, weight_bytes, cache_bytes,
+                   logits.clamped if logits is not None else 0)
+
+
+def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+                 replica: collectives.Replica, sequences: list[Sequence]) -> int:
+    """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
+    free = memory.available_nbytes() // world.node_size - setup.CHUNK_BYTES
+    offer = setup.affordable_blocks(
+        settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
+    offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
+    agreed = np.zeros(1, np.int64)
+    if offers is not None:
+        agreed[0] = setup.agree_on_blocks(settings, setup.wanted_blocks(sequences, settings.max_batch),
+                                          [None if o[0] < 0 else int(o[0]) for o in offers])
+    replica.bcast(agreed)
+    return int(agreed[0])
+
+
+def finish(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+           placement: collectives.Placement, outcome: Outcome | None, clock: float) -> None:
+    """Rank 0 folds the parts into the two outputs and prints the summary."""
+    outcomes = world.gather(outcome)
+    if outcomes is None:
+        world.agree(lambda: None)
+        return
+    world.agree(lambda: _fold(world, settings, job, split, placement, outcomes, clock))
+
+
+def _fold(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+          placement: collectives.Placement, outcomes: list[Outcome | None], clock: float) -> None:
+    done = [outcome for outcome in outcomes if outcome is not None]
+    failures = job.failed + [failed for outcome in done for failed in outcome.failures]
+    waits = waiting(done)
+    steps = hdf5.step_table(
+        (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
+         record["total_s"] - record["communication_s"], record["communication_s"] - wait, wait)
+        for rank, outcome in enumerate(outcomes) if outcome is not None
+        for number, (record, wait) in enumerate(zip(outcome.steps, waits[outcome.replica, outcome.tp_rank],
+                                                    strict=True)))
+    ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
+                            for rank, outcome in enumerate(outcomes))
+    parts = [results_part(job.parts, index) for index in range(split.layout.dp)]
+    results.merge(parts, settings.results_path)
+    for part in parts:
+        os.unlink(part)
+    summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
+                        [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
+                        settings.overwrite, expected=_expected_parts(settings, job, split))
+    report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
+                                                       for rank, outcome in enumerate(outcomes) if outcome is not None],
+                     time.perf_counter() - clock)
+
+
+def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
+    """Of each rank's communication in each step, the part that was waiting for slower ranks.
+
+    The rank that comes last to a step's exchanges waits least: what another spends beyond the least time
+    of its replica in the same step is waiting.
+    """
+    found = {}
+    for replica in {outcome.replica for outcome in outcomes}:
+        members = [outcome for outcome in outcomes if outcome.replica == replica]
+        least = np.min([member.steps["communication_s"] for member in members], axis=0)
+        for member in members:
+            found[replica, member.tp_rank] = member.steps["communication_s"] - least
+    return found
+
+
+def _expected_parts(settings: RunConfig, job: Job, split: setup.Split) -> list[str]:
+    parts = [hdf5.replica_part_path(job.parts, index) for index in range(split.layout.dp)]
+    if settings.logits != "none":
+        parts += [hdf5.logits_part_path(job.parts, index, share.rank) for index in range(split.layout.dp)
+                  for share in split.partition.shares if share.vocab.size]
+    return parts
+
+
+def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
+    return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
+
+
+def announce(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+             placement: collectives.Placement) -> None:
+    """On rank 0: what runs where, before the long part begins."""
+    layout, model = split.layout, job.model
+    LOG.info("mpillm %s, %s", __version__, world.library)
+    LOG.info("model %s: %s, %d layers, hidden %d, %d query and %d KV heads of %d, feed-forward %d, vocabulary %d",
+             job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
+             model.head_dim, model.intermediate, model.vocab)
+    LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
+             f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
+    if layout.dp > max(len(job.requests), 1):
+        LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(job.requests), layout.dp)
+    rows = describe(split.partition, split.weight_bytes)
+    for row in rows:
+        row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
+    LOG.info("%s", report.split_table(rows, placement.table, "ranks" if layout.dp == 1 else "ranks of replica 0"))
+    if layout.dp > 1 or layout.idle:
+        LOG.info("%s", report.place_table(placement.table[layout.tp:], "the other ranks, which hold the same in turn"))
+    if split.partition.width == 1:
+        LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
+    LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
+    for line in placement.warnings:
+        LOG.warning("%s", line)
+    LOG.info("prompts: %d lines to run, %d with errors", len(job.requests), len(job.failed))
+
+
+def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
+    """Root attributes of the HDF5 output: what the results depend on."""
+    versions = {name: metadata.version(name) for name in VERSIONS}
+    versions.update(python=platform.python_version(), mpi=world.library)
+    layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
+              "rows": split.partition.rows, "width": split.partition.width,
+              "collectives": settings.collectives}
+    model = dataclasses.asdict(job.model)
+    return {"mpillm_version": __version__, "config": settings.to_json(), "versions": json.dumps(versions),
+            "layout": json.dumps(layout), "model": json.dumps(model)}
+
+
+def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: collectives.Placement, job: Job,
+              settings: RunConfig) -> dict[str, Any]:
+    """One row of /ranks."""
+    place = placement.table[rank]
+    row = {"rank": rank, "host": place["host"], "cores": str(place["cores"]), "numa": str(place["NUMA domain"]),
+           "threads": place["threads"], "replica": -1, "tp_rank": -1, "weight_bytes": 0, "kv_bytes_per_token": 0}
+    spans = {"head": None, "kv_head": None, "column": None, "vocab": None}
+    if outcome is not None:
+        share = split.partition.shares[outcome.tp_rank]
+        spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
+        row.update(replica=outcome.replica, tp_rank=outcome.tp_rank, weight_bytes=outcome.weight_bytes,
+                   kv_bytes_per_token=round(_cache_token_bytes(settings, job, split, outcome.tp_rank)))
+    for name, span in spans.items():
+        row[f"{name}_start"], row[f"{name}_stop"] = (span.start, span.stop) if span is not None else (0, 0)
+    return row

@@ -1,0 +1,60 @@
+"""``mpillm show``: a short table of the results in an HDF5 file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from mpillm.cli.report import render
+from mpillm.errors import InputError
+
+EXAMPLES = """\
+examples:
+  mpillm show out.h5
+  mpillm show out.h5 --width 100
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``mpillm show``."""
+    p = argparse.ArgumentParser(prog="mpillm show", description="Print a short table of a run's results.",
+                                epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("output", metavar="FILE", help="HDF5 output of a run")
+    p.add_argument("--width", type=int, default=60, metavar="N",
+                   help="characters of a text that are shown (default 60)")
+    p.add_argument("--rows", type=int, default=16, metavar="N", help="choices that are shown (default 16)")
+    return p
+
+
+def show(argv: list[str]) -> int:
+    """Print the table; the exit code. Raises InputError."""
+    import h5py
+
+    given = parser().parse_args(argv)
+    try:
+        with h5py.File(given.output, "r") as file:
+            requests, sequences = file["requests"][:], file["sequences"][:given.rows]
+            total, name = len(file["sequences"]), _model_name(file)
+    except (OSError, KeyError) as error:
+        raise InputError(f"{given.output} is not an output of mpillm: {error}") from None
+    print(render(f"{given.output}: {len(requests)} requests, {total} choices, model {name}",
+                 ["id", "choice", "prompt", "tokens", "end", "first token s", "decode s", "text"],
+                 [_row(requests, sequence, given.width) for sequence in sequences], left=("id", "text")))
+    if total > given.rows:
+        print(f"... and {total - given.rows} more")
+    for request in requests[requests["status"] != 0][:given.rows]:
+        print(f"failed with {request['status']}: {request['error'].decode()}")
+    return 0
+
+
+def _model_name(file: Any) -> str:
+    return json.loads(file.attrs["model"]).get("name", "?")
+
+
+def _row(requests: Any, sequence: Any, width: int) -> list[Any]:
+    text = " ".join(sequence["text"].decode().split())
+    request = requests[sequence["request"]]
+    return [request["custom_id"].decode() or f"line {request['line']}", sequence["choice"], sequence["prompt_count"],
+            sequence["token_count"], sequence["finish_reason"].decode(), f"{sequence['first_token_s']:.2f}",
+            f"{sequence['decode_s']:.2f}", text[:width] + ("..." if len(text) > width else "")]

@@ -1,0 +1,178 @@
+"""The resolved configuration of a run: one frozen dataclass, from a file and the command line.
+
+``RunConfig`` knows every option by the name it has on the command line (dashes as underscores).
+A TOML file given by ``--config`` holds the same names; the command line wins over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mpillm.errors import UsageError
+
+WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0")
+KV_TYPES = ("f32", "f16", "bf16")
+KV_MODES = ("redundant", "allgather")
+LOGITS = ("none", "last", "generated", "all")
+COLLECTIVES = ("ordered", "mpi")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Options of ``mpillm run``; sizes in bytes, times in seconds."""
+
+    prompts: str
+    model: str | None = None
+    output: str | None = None
+    results: str | None = None
+    overwrite: bool = False
+    logits: str = "none"
+    logits_type: str = "f16"
+    # the model in memory
+    weights: str = "auto"
+    kv_type: str = "bf16"
+    kv_memory: int | None = None
+    max_model_len: int | None = None
+    tie_embeddings: bool = False
+    # the split
+    tp: int | None = None
+    kv_mode: str = "redundant"
+    collectives: str = "ordered"
+    threads_per_rank: int | None = None
+    pin: bool = True
+    # the batch
+    max_batch: int = 32
+    prefill_chunk: int = 512
+    # defaults of the lines
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    chat_template: str | None = None
+    parse_special: bool = False
+    # the run
+    progress_every: float = 10.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _one_of("weights", self.weights, WEIGHT_FORMATS)
+        _one_of("kv-type", self.kv_type, KV_TYPES)
+        _one_of("kv-mode", self.kv_mode, KV_MODES)
+        _one_of("logits", self.logits, LOGITS)
+        _one_of("logits-type", self.logits_type, ("f16", "f32"))
+        _one_of("collectives", self.collectives, COLLECTIVES)
+        _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
+        for name in ("max_batch", "prefill_chunk", "tp", "threads_per_rank", "max_model_len", "kv_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.progress_every <= 0:
+            raise UsageError(f"--progress-every {self.progress_every} must be above 0 (seconds)")
+        if self.output_path == self.results_path:
+            raise UsageError(f"--output and --results are the same file, {self.output_path}: name two files")
+        prompts = os.path.abspath(self.prompts)
+        for option, path in (("--output", self.output_path), ("--results", self.results_path)):
+            if os.path.abspath(path) == prompts:
+                raise UsageError(f"{option} {path} is the prompts file itself: choose another name")
+
+    @property
+    def output_path(self) -> str:
+        """The HDF5 file; by default beside the prompts with the suffix ``.h5``."""
+        return self.output if self.output is not None else _beside(self.prompts) + ".h5"
+
+    @property
+    def results_path(self) -> str:
+        """The JSONL results; by default beside the prompts with the suffix ``.results.jsonl``."""
+        return self.results if self.results is not None else _beside(self.prompts) + ".results.jsonl"
+
+    def to_json(self) -> str:
+        """The whole configuration as JSON text, as it is stored with the results."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def _beside(prompts: str) -> str:
+    for suffix in (".jsonl.gz", ".jsonl", ".json", ".txt"):
+        if prompts.endswith(suffix) and len(os.path.basename(prompts)) > len(suffix):
+            return prompts[: -len(suffix)]
+    return prompts
+
+
+def _one_of(option: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"--{option} {value!r} is not one of {', '.join(choices)}")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of '4GiB', '512M', '1000000'; K, M, G, T are powers of 1024. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    if not match:
+        raise UsageError(f"size {text!r} is not a number of bytes like 4GiB, 512MiB or 1000000")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def format_size(n_bytes: float) -> str:
+    """Bytes for people: '512 B', '3.1 MiB', '17.25 GiB'."""
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if n_bytes < 1024 or unit == "GiB":
+            return f"{n_bytes:.{digits}f} {unit}"
+        n_bytes /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Options of a TOML file by their command-line names. Raises UsageError."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+_SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> RunConfig:
+    """The configuration of a file's options and a command line's, which win. Raises UsageError."""
+    known = {field.name: str(field.type) for field in dataclasses.fields(RunConfig)}
+    merged: dict[str, Any] = {}
+    for name, value in from_file.items():
+        if name not in known:
+            raise UsageError(f"the configuration file has an unknown option {name!r}")
+        merged[name] = _checked(name, value, known[name])
+    merged.update(from_command_line)
+    if "prompts" not in merged:
+        raise UsageError("--prompts FILE is missing: a JSONL file, one request a line")
+    return RunConfig(**merged)
+
+
+def _checked(name: str, value: Any, kind: str) -> Any:
+    """A value of the file, of the type that the option has."""
+    if name == "kv_memory":
+        return parse_size(value)
+    if kind.startswith("tuple"):
+        inner = str if "str" in kind else int
+        if isinstance(value, list) and all(type(v) is inner for v in value):
+            return tuple(value)
+        raise UsageError(f"configuration file: {name} must be a list of {inner.__name__}, not {value!r}")
+    scalar = _SCALARS[kind.split(" |")[0]]
+    if isinstance(value, bool) is not (scalar is bool) or not isinstance(value, scalar):
+        raise UsageError(f"configuration file: {name} must be of type {kind.split(' |')[0]}, not {value!r}")
+    return float(value) if scalar == (int, float) else value

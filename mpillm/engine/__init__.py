@@ -1,0 +1,1 @@
+"""Requests, the cache's ledger, scheduling, sampling and the batch loop."""

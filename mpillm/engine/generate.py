@@ -1,0 +1,307 @@
+"""The batch loop: plan a step, run the model, decide tokens, hand out finished requests.
+
+Every rank of a replica runs this same loop on the same requests; only the root judges ends and text.
+Shape suffixes: T rows of a step, S rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_tokens, sequence_seed
+from mpillm.engine.sampling import CONTINUE, FAILED, FINISHED, Decision, Row, Sampler
+from mpillm.engine.scheduler import Part, Scheduler, Sequence
+from mpillm.engine.text import TextStream
+from mpillm.layers.attention import LayerCache, Rows
+from mpillm.models.llama import Llama
+
+STEP_RECORD = np.dtype([("rows_prefill", np.int32), ("rows_decode", np.int32), ("start_s", np.float64),
+                        ("total_s", np.float64), ("communication_s", np.float64)])
+
+
+class Ticker(Protocol):
+    """Counts the seconds that exchanges took since it was last read."""
+
+    seconds: float
+
+
+class Sink(Protocol):
+    """Where results go; only the root of a replica hands out results, every rank its logits."""
+
+    def result(self, result: Result) -> None: ...
+
+    def failed(self, request: Request, message: str, code: str, status: int) -> None: ...
+
+    def logits(self, keys: np.ndarray, logits: np.ndarray) -> None: ...
+
+    def progress(self, prefilled: int, generated: int, finished: int) -> None: ...
+
+
+@dataclass
+class Ends:
+    """What ends a sequence, beside its own parameters."""
+
+    eos_ids: frozenset[int]
+    context: int
+
+
+@dataclass
+class _Live:
+    """What the root keeps about a running sequence."""
+
+    stream: TextStream | None
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_scores: list[tuple[float, list[tuple[int, float]] | None]] = field(default_factory=list)
+    finish_reason: str = "length"
+    stop_reason: str | int | None = None
+    started: float | None = None
+    prefilled: float | None = None
+    first_token: float | None = None
+
+
+def sequences_of(requests: list[Request], ends: Ends, run_seed: int) -> list[Sequence]:
+    """One sequence for each item and sample of the requests, in order."""
+    return [Sequence(request, item, sample, np.asarray(prompt, np.int32),
+                     resolve_max_tokens(request.sampling, len(prompt), ends.context),
+                     sequence_seed(run_seed, request, item, sample))
+            for request in requests
+            for item, prompt in enumerate(request.prompts)
+            for sample in range(request.sampling.n)]
+
+
+class BatchLoop:
+    """Runs all sequences of a replica to their ends."""
+
+    def __init__(self, model: Llama, cache: list[LayerCache], scheduler: Scheduler, sampler: Sampler,
+                 ticker: Ticker, sink: Sink, ends: Ends, *, keep_logits: str,
+                 text_stream: Callable[[Sequence], TextStream | None], replica: int, clock_start: float) -> None:
+        self.model, self.cache, self.scheduler, self.sampler = model, cache, scheduler, sampler
+        self.ticker, self.sink, self.ends = ticker, sink, ends
+        self.keep_logits, self.text_stream, self.replica = keep_logits, text_stream, replica
+        self.clock_start = clock_start
+        self.is_root = sampler.exchange.is_root
+        self._live: dict[Sequence, _Live] = {}
+        self._finished: dict[int, dict[tuple[int, int], tuple[Choice, Timing, _Live]]] = {}
+        self._broken: dict[int, str] = {}
+        self.steps: list[tuple[int, int, float, float, float]] = []
+
+    def run(self) -> np.ndarray:
+        """Run until nothing waits; a record of every step (``STEP_RECORD``)."""
+        for sequence, blocks in self.scheduler.refused():
+            positions = self.scheduler.ledger.n_blocks * self.scheduler.limits.block
+            self._refuse(sequence, f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} "
+                                   f"needs {blocks} cache blocks, the whole cache has "
+                                   f"{self.scheduler.ledger.n_blocks} ({positions} positions): "
+                                   "raise --kv-memory or lower max_tokens")
+        while parts := self.scheduler.plan():
+            self._step(parts)
+        return np.array(self.steps, STEP_RECORD)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self.clock_start
+
+    def _step(self, parts: list[Part]) -> None:
+        start, self.ticker.seconds = self._now(), 0.0
+        for part in parts:
+            live = self._live.setdefault(part.sequence, _Live(None))
+            if live.started is None:
+                live.started = start
+                live.stream = self.text_stream(part.sequence) if self.is_root else None
+        rows, wanted, owners = self._rows(parts)
+        if len(wanted):
+            logits = self.model(rows, self.cache, wanted)
+            self._store_logits(logits, owners)
+            self._decide(logits, owners)
+        else:
+            self.model(rows, self.cache, wanted)
+        self._account(parts, owners, start)
+
+    def _rows(self, parts: list[Part]) -> tuple[Rows, np.ndarray, list[tuple[Part, int]]]:
+        """The arrays of a step; the rows whose logits are wanted, and of each its part and position."""
+        tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
+        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in parts])
+        counts = [p.count for p in parts]
+        slots = np.repeat([p.sequence.slot for p in parts], counts)
+        prompts = np.repeat([len(p.sequence.prompt) for p in parts], counts)
+        cos, sin = self.model.rope.rows(positions, np.maximum(prompts, positions + 1))
+        wanted, owners, first = [], [], 0
+        for part in parts:
+            for position in self._wanted_positions(part):
+                wanted.append(first + position - part.start)
+                owners.append((part, position))
+            first += part.count
+        rows = Rows(tokens, positions.astype(np.int32), slots.astype(np.int32), self.scheduler.block_table, cos, sin)
+        return rows, np.array(wanted, np.int64), owners
+
+    def _wanted_positions(self, part: Part) -> range:
+        """Positions of a part whose next-token logits are computed."""
+        s = part.sequence.request.sampling
+        stop = part.start + part.count
+        if s.prompt_logprobs is not None or self.keep_logits == "all":
+            return range(part.start, stop)
+        if part.completes and (part.sequence.max_tokens or self.keep_logits != "none"):
+            return range(stop - 1, stop)
+        return range(0)
+
+    def _store_logits(self, logits: np.ndarray, owners: list[tuple[Part, int]]) -> None:
+        if self.keep_logits == "none":
+            return
+        kept, keys = [], []
+        for at, (part, position) in enumerate(owners):
+            sequence = part.sequence
+            last_of_prompt = len(sequence.prompt) - 1
+            if self.keep_logits == "all" or position == last_of_prompt \
+                    or self.keep_logits == "generated" and position > last_of_prompt:
+                kept.append(at)
+                choice = sequence.item * sequence.request.sampling.n + sequence.sample
+                keys.append((sequence.request.index, choice, position, 0))
+        if kept:
+            rows = logits if len(kept) == len(logits) else logits[kept]
+            self.sink.logits(np.array(keys, np.int64), rows)
+
+    def _decide(self, logits: np.ndarray, owners: list[tuple[Part, int]]) -> None:
+        rows, indices = [], []
+        for at, (part, position) in enumerate(owners):
+            row = self._sampling_row(part, position)
+            if row is not None:
+                rows.append(row)
+                indices.append(at)
+        if not rows:
+            return
+
+        def judge(index: int, decision: Decision) -> int:
+            return self._judge(owners[indices[index]][0].sequence, decision)
+
+        chosen = logits if len(indices) == len(logits) else np.ascontiguousarray(logits[indices])
+        for at, decision in zip(indices, self.sampler.decide(chosen, rows, judge), strict=True):
+            self._take(*owners[at], decision)
+
+    def _sampling_row(self, part: Part, position: int) -> Row | None:
+        sequence = part.sequence
+        s = sequence.request.sampling
+        choose = position == sequence.length - 1 and sequence.max_tokens > 0
+        target = -1
+        if s.prompt_logprobs is not None and position + 1 < len(sequence.prompt):
+            target = int(sequence.prompt[position + 1])
+        if not choose and target < 0:
+            return None
+        early = choose and len(sequence.generated) < s.min_tokens
+        banned = tuple(self.ends.eos_ids) + s.stop_token_ids if early else ()
+        alternatives = (s.logprobs or 0) if choose else (s.prompt_logprobs or 0)
+        return Row(s, position + 1, sequence.seed, sequence.prompt, sequence.generated, choose, target,
+                   alternatives, banned)
+
+    def _judge(self, sequence: Sequence, decision: Decision) -> int:
+        """On the root: does the sequence end with this token?"""
+        live, s, token = self._live[sequence], sequence.request.sampling, decision.token
+        count = len(sequence.generated) + 1
+        ended = (token in self.ends.eos_ids and not s.ignore_eos)
+        if ended or token in s.stop_token_ids:
+            live.finish_reason = "stop"
+            live.stop_reason = None if ended and token not in s.stop_token_ids else token
+            # An end token is not a part of the text, unless it was asked for.
+            if live.stream is not None and s.include_stop_str_in_output:
+                live.stream.push(token)
+            return FINISHED
+        if live.stream is not None:
+            matched = live.stream.push(token)
+            if matched is not None and count >= s.min_tokens:
+                live.finish_reason, live.stop_reason = "stop", matched
+                return FINISHED
+        return FINISHED if count >= sequence.max_tokens else CONTINUE
+
+    def _take(self, part: Part, position: int, decision: Decision) -> None:
+        """Account for a decision on every rank."""
+        sequence, live = part.sequence, self._live[part.sequence]
+        if position + 1 < len(sequence.prompt):
+            live.prompt_scores.append((decision.logprob, decision.top))
+            if decision.flag == FAILED:
+                self._fail(sequence)
+            return
+        if decision.flag == FAILED:
+            self._fail(sequence)
+            return
+        sequence.generated.append(decision.token)
+        sequence.finished = decision.flag == FINISHED
+        if self.is_root:
+            live.logprobs.append(decision.logprob)
+            if sequence.request.sampling.logprobs is not None:
+                live.top.append(decision.top or [])
+
+    def _fail(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._broken[sequence.request.index] = (
+            "the model's logits are not finite, or no token is allowed by the line's constraints")
+
+    def _account(self, parts: list[Part], owners: list[tuple[Part, int]], start: float) -> None:
+        end, prefilled, generated = self._now(), 0, 0
+        for part in parts:
+            sequence, live = part.sequence, self._live[part.sequence]
+            if part.start < len(sequence.prompt):
+                prefilled += part.count
+                if part.start + part.count == len(sequence.prompt):
+                    live.prefilled = end
+                    if sequence.max_tokens == 0:
+                        sequence.finished = True
+            generated += bool(sequence.generated) and part.start + part.count >= len(sequence.prompt)
+            if sequence.generated and live.first_token is None:
+                live.first_token = end
+        finished = [part.sequence for part in parts if part.sequence.finished]
+        self.scheduler.done(parts)
+        n_done = sum(self._collect(sequence, end) for sequence in finished)
+        total = self._now() - start
+        decoded = sum(part.count for part in parts) - prefilled
+        self.steps.append((prefilled, decoded, start, total, self.ticker.seconds))
+        self.sink.progress(prefilled, generated, n_done)
+
+    def _collect(self, sequence: Sequence, now: float) -> bool:
+        """On the root: note a finished sequence; hand out its request when it was the last. True then."""
+        live = self._live.pop(sequence)
+        if not self.is_root:
+            return False
+        request = sequence.request
+        text = live.stream.finish() if live.stream is not None else ""
+        choice = Choice(sequence.item, sequence.sample, sequence.item * request.sampling.n + sequence.sample,
+                        sequence.generated, live.logprobs,
+                        live.top if request.sampling.logprobs is not None else None, text,
+                        live.finish_reason, live.stop_reason)
+        prefilled = live.prefilled if live.prefilled is not None else now
+        first = live.first_token if live.first_token is not None else now
+        timing = Timing(live.started, prefilled - live.started, first, now - first)
+        done = self._finished.setdefault(request.index, {})
+        done[sequence.item, sequence.sample] = choice, timing, live
+        if len(done) < len(request.prompts) * request.sampling.n:
+            return False
+        self._hand_out(request, [done[key] for key in sorted(done)])
+        del self._finished[request.index]
+        return True
+
+    def _hand_out(self, request: Request, done: list[tuple[Choice, Timing, _Live]]) -> None:
+        broken = self._broken.pop(request.index, None)
+        if broken is not None:
+            self.sink.failed(request, broken, "not_finite", 500)
+            return
+        scores = None
+        if request.sampling.prompt_logprobs is not None:
+            scores = [[None, *done[item * request.sampling.n][2].prompt_scores]
+                      for item in range(len(request.prompts))]
+        self.sink.result(Result(request, [c for c, _, _ in done], [t for _, t, _ in done], self.replica, scores))
+
+    def _refuse(self, sequence: Sequence, message: str) -> None:
+        """A sequence that can never run fails its whole request, once."""
+        request = sequence.request
+        if request.index in self._broken:
+            return
+        self._broken[request.index] = message
+        waiting = self.scheduler.waiting
+        kept = [s for s in waiting if s.request is not request]
+        waiting.clear()
+        waiting.extend(kept)
+        if self.is_root:
+            self.sink.failed(request, message, "cache_too_small", 400)

@@ -1,0 +1,78 @@
+"""Where a replica's results go during the run: its part files, and the progress that is shown."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from mpillm.engine.progress import RunProgress
+from mpillm.engine.request import FailedLine, Request, Result, sequence_seed
+from mpillm.engine.results import error_line, result_line
+from mpillm.formats.hdf5_parts import LogitsPart, ReplicaPart, SequenceRecord, replica_part_path
+from mpillm.formats.results import ResultsPart
+
+
+class ReplicaOutput:
+    """A ``generate.Sink``: the root writes requests, every rank the logits of its vocabulary rows."""
+
+    def __init__(self, parts_dir: str, replica: int, *, is_root: bool, logits: LogitsPart | None,
+                 tokenizer: Any | None, run_seed: int, created: int, progress: RunProgress | None) -> None:
+        self.logits_part, self.tokenizer = logits, tokenizer
+        self.replica, self.run_seed, self.created, self.progress_shown = replica, run_seed, created, progress
+        self.finished = self.generated = self.prefilled = 0
+        self._hdf5 = ReplicaPart(replica_part_path(parts_dir, replica)) if is_root else None
+        self._results = ResultsPart(results_part(parts_dir, replica)) if is_root else None
+        self.failures: list[FailedLine] = []
+
+    def result(self, result: Result) -> None:
+        request = result.request
+        self._results.add(request.index, result_line(result, self.tokenizer, self.created))
+        self._hdf5.add_request(**self._record(result))
+
+    def _record(self, result: Result) -> dict[str, Any]:
+        """The request as plain numbers for its HDF5 part."""
+        request = result.request
+        choices = [SequenceRecord(
+            choice.item, choice.sample, choice.index, sequence_seed(self.run_seed, request, choice.item, choice.sample),
+            choice.token_ids, choice.logprobs, choice.text, choice.finish_reason, choice.stop_reason, choice.top,
+            timing.queue_s, timing.prefill_s, timing.first_token_s, timing.decode_s)
+            for choice, timing in zip(result.choices, result.timings, strict=True)]
+        scores = result.prompt_logprobs
+        logprobs = None if scores is None else [[s if s is None else s[0] for s in item] for item in scores]
+        top = None if scores is None else [[s if s is None else s[1] for s in item] for item in scores]
+        return {"index": request.index, "line": request.line, "custom_id": request.custom_id,
+                "replica": self.replica, "prompts": request.prompts, "choices": choices,
+                "prompt_logprobs": logprobs, "prompt_top": top}
+
+    def failed(self, request: Request, message: str, code: str, status: int) -> None:
+        failed = FailedLine(request.line, request.index, request.custom_id, f"line {request.line}: {message}",
+                            None, code, status)
+        self.failures.append(failed)
+        self.reject(failed)
+
+    def reject(self, failed: FailedLine) -> None:
+        """An error line in the results."""
+        self._results.add(failed.index, error_line(failed))
+
+    def logits(self, keys: np.ndarray, logits: np.ndarray) -> None:
+        if self.logits_part is not None and logits.shape[1]:
+            self.logits_part.append(keys, logits)
+
+    def progress(self, prefilled: int, generated: int, finished: int) -> None:
+        self.prefilled += prefilled
+        self.generated += generated
+        self.finished += finished
+        if self.progress_shown is not None:
+            self.progress_shown.add(prefilled, generated, finished)
+
+    def close(self) -> None:
+        for part in (self._results, self._hdf5, self.logits_part):
+            if part is not None:
+                part.close()
+
+
+def results_part(parts_dir: str, replica: int) -> str:
+    return os.path.join(parts_dir, f"results-{replica:04d}.jsonl")
+

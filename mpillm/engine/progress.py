@@ -1,0 +1,59 @@
+"""Progress of a run: a bar on a terminal, a line every so often elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+LOG = logging.getLogger("mpillm.progress")
+
+
+class RunProgress:
+    """Counts requests and tokens of the replica that reports; ``share`` names it when there are several."""
+
+    def __init__(self, total: int, every: float, share: str = "") -> None:
+        self.total, self.every, self.share = total, every, share
+        self.prefilled = self.generated = self.finished = 0
+        self._start = self._said = time.perf_counter()
+        self._recent = (self._start, 0)
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(),
+                                 TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[rate]}"),
+                                 TimeElapsedColumn(), console=Console(stderr=True))
+            self._task = self._bar.add_task("requests" + share, total=total, rate="")
+            self._bar.start()
+
+    def add(self, prefilled: int, generated: int, finished: int) -> None:
+        """Account for a step."""
+        self.prefilled += prefilled
+        self.generated += generated
+        self.finished += finished
+        now = time.perf_counter()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.finished, rate=self._rate(now))
+        elif now - self._said >= self.every:
+            LOG.info("%d of %d requests%s, %s", self.finished, self.total, self.share, self._rate(now))
+            self._said = now
+
+    def _rate(self, now: float) -> str:
+        seconds = max(now - self._start, 1e-9)
+        text = f"{self.generated / seconds:.1f} tokens/s generated, {self.prefilled / seconds:.1f} prefilled"
+        if self.finished and self.finished < self.total:
+            left = seconds / self.finished * (self.total - self.finished)
+            text += f", about {_clock(left)} left"
+        return text
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,108 @@
+"""From a configuration and ranks to a model in memory: layout, split, weights, cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpillm import kernels
+from mpillm.config import RunConfig, format_size
+from mpillm.engine import kvcache
+from mpillm.engine.blocks import blocks_for
+from mpillm.engine.scheduler import Sequence
+from mpillm.errors import ResourceError, UsageError
+from mpillm.layers.attention import KVGather
+from mpillm.layers.linear import Reducer
+from mpillm.models import registry
+from mpillm.models.config import ModelConfig
+from mpillm.models.llama import Llama
+from mpillm.models.load import CHUNK_BYTES, Loader
+from mpillm.models.weights import Weights
+from mpillm.partition import Layout, Partition, layout, partition
+
+# What Python, numba's compiled kernels and MPI take in each rank, beside weights and cache.
+RUNTIME_BYTES = 400 << 20
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who holds what: the same on every rank."""
+
+    layout: Layout
+    partition: Partition
+    weight_bytes: tuple[int, ...]    # by rank of a replica
+
+
+def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int) -> Split:
+    """The layout and the split of the model over the ranks of a replica.
+
+    ``memory``: bytes that each rank may use. Raises UsageError (tp too large), ResourceError (nothing fits).
+    """
+    sizes = registry.sizes(model, weights, run.weights)
+
+    def all_weight_bytes(tp: int) -> tuple[int, ...]:
+        split = partition(sizes, tp, run.kv_mode)
+        return tuple(registry.weight_bytes(model, weights, split, run.weights, rank) for rank in range(tp))
+
+    def fits(tp: int) -> bool:
+        return max(all_weight_bytes(tp)) + CHUNK_BYTES + RUNTIME_BYTES <= memory
+
+    chosen = layout(ranks, model.n_heads, fits, run.tp)
+    needed = all_weight_bytes(chosen.tp)
+    if max(needed) + CHUNK_BYTES > memory:
+        raise ResourceError(f"--tp {chosen.tp}: a rank needs {format_size(max(needed))} for weights and has "
+                            f"{format_size(memory)}: use more ranks per model or smaller --weights")
+    return Split(chosen, partition(sizes, chosen.tp, run.kv_mode), needed)
+
+
+def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,
+               gather: KVGather | None) -> tuple[Llama, int]:
+    """This rank's part of the model, and its bytes. Raises ModelError."""
+    loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
+    built = registry.BUILDERS[model.architecture](model, loader, gather)
+    return built, loader.nbytes
+
+
+def context_of(run: RunConfig, model: ModelConfig) -> int:
+    """Positions that a sequence may have. Raises UsageError when more are asked than the model has."""
+    if run.max_model_len is None:
+        return model.context
+    if run.max_model_len > model.context:
+        raise UsageError(f"--max-model-len {run.max_model_len} is beyond the model's {model.context} positions")
+    return run.max_model_len
+
+
+def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> int:
+    """Bytes of one cache block, all layers, on ``rank``; 0 where no KV head is held."""
+    kv_heads = split.partition.shares[rank].kv_heads.size
+    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
+
+
+def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:
+    """Blocks that a rank has memory for; None where a block takes nothing.
+
+    ``free``: bytes left to the rank with the weights loaded; without ``--kv-memory`` half of them.
+    """
+    if not block_bytes:
+        return None
+    return (run.kv_memory if run.kv_memory is not None else max(free // 2, 0)) // block_bytes
+
+
+def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
+    """Blocks that the longest ``max_batch`` sequences take together: more are never needed."""
+    needs = sorted((blocks_for(len(s.prompt) + max(s.max_tokens - 1, 0), kernels.BLOCK) for s in sequences),
+                   reverse=True)
+    return max(1, sum(needs[:max_batch]))
+
+
+def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None]) -> int:
+    """The replica's number of blocks: what is wanted, or the least that one of its ranks affords.
+
+    Raises ResourceError when a rank cannot hold a single block.
+    """
+    least = min((offer for offer in offers if offer is not None), default=wanted)
+    if least < 1:
+        option = f"--kv-memory {run.kv_memory}" if run.kv_memory is not None else "the memory left for the cache"
+        raise ResourceError(f"{option} does not hold one cache block of {kernels.BLOCK} positions: give more memory, "
+                            "use more ranks per model or --kv-type bf16")
+    return min(wanted, least)

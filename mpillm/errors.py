@@ -1,0 +1,72 @@
+"""Exceptions that a user may see, and the exit codes of the program.
+
+=====  =================================================================
+code   meaning
+=====  =================================================================
+0      the run finished (lines that failed are error lines in the results)
+2      usage: an option is wrong or conflicts with another
+3      the model cannot be used: missing, damaged, unknown, unsupported
+4      the prompts file cannot be read
+5      an output cannot be written, or exists already
+6      the memory of the ranks does not suffice
+7      the launch is wrong: MPI, ranks, cores
+70     a fault of the program itself (a rank's unexpected exception)
+=====  =================================================================
+"""
+
+from __future__ import annotations
+
+
+class MpillmError(Exception):
+    """Base of all errors with a message for the user; ``exit_code`` ends the program."""
+
+    exit_code = 70
+
+
+class UsageError(MpillmError):
+    """An option has a wrong value or conflicts with another."""
+
+    exit_code = 2
+
+
+class ModelError(MpillmError):
+    """The model is missing, damaged, of an unknown kind or unsupported."""
+
+    exit_code = 3
+
+
+class InputError(MpillmError):
+    """The prompts file cannot be read."""
+
+    exit_code = 4
+
+
+class OutputError(MpillmError):
+    """An output cannot be written, or exists and may not be overwritten."""
+
+    exit_code = 5
+
+
+class ResourceError(MpillmError):
+    """The memory that the ranks have does not suffice."""
+
+    exit_code = 6
+
+
+class LaunchError(MpillmError):
+    """The job was started in a way that cannot work."""
+
+    exit_code = 7
+
+
+class LineError(MpillmError):
+    """One input line cannot be served; it alone gets an error result.
+
+    ``status`` is the HTTP-like code of the result line, ``param`` the field at fault
+    (or None), ``code`` a short machine-readable word.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400,
+                 code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code

@@ -1,0 +1,1 @@
+"""Byte layouts of files: safetensors, GGUF, tokenizers, JSONL, HDF5."""

@@ -1,0 +1,1 @@
+"""The compiled loops: the only importers of numba."""

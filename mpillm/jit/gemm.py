@@ -1,0 +1,111 @@
+"""Matrix products with packed weights: one driver for every format and number of rows.
+
+Legend: M rows, N outputs, K inputs; a panel is 16 outputs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from mpillm.jit import policy
+from mpillm.jit.isa.generic import MOST_ROWS, flat, quantise_row, rows_by_panels
+from mpillm.jit.parallel import in_parts
+
+GROUP = 4              # panels that a thread takes at a time
+K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
+
+
+@policy.inlined
+def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
+             k_start, k_stop, y, y_offset, y_stride):
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ panels, in register blocks of up to six rows."""
+    if rows == 0:
+        return
+    blocks = (rows + MOST_ROWS - 1) // MOST_ROWS
+    size, extra = rows // blocks, rows % blocks
+    row = 0
+    for block in range(blocks):
+        count = size + 1 if block < extra else size
+        rows_by_panels(count, panels, x, x_scales, x_offset + row * x_stride, x_stride, w, w_scales, w_offset,
+                       panel_stride, k_start, k_stop, y, y_offset + row * y_stride, y_stride)
+        row += count
+
+
+@policy.helper
+def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
+    """A thread's panels of a linear layer; ``tail`` takes the last, partly filled panel."""
+    all_panels = (n + 15) // 16
+    p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+    stretch = k if rows <= MOST_ROWS else K_STRETCH
+    while p < stop:
+        panels = min(GROUP, stop - p)
+        partial = 16 * (p + panels) > n
+        if partial and panels > 1:
+            panels, partial = panels - 1, False
+        target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
+        for m in range(rows):
+            for i in range(16 * panels):
+                target[offset + m * stride + i] = 0
+        for k_start in range(0, k, stretch):
+            multiply(x, x_scales, 0, k, rows, w, w_scales, p * panel_stride, panel_stride, panels,
+                     k_start, min(k, k_start + stretch), target, offset, stride)
+        columns = min(16 * panels, n - 16 * p)
+        for m in range(rows):
+            if partial:
+                for i in range(columns):
+                    y[m * n + 16 * p + i] = tail[16 * m + i]
+            if bias.size:
+                for i in range(columns):
+                    y[m * n + 16 * p + i] += bias[16 * p + i]
+        p += panels
+
+
+_run_linear = in_parts(_linear_part)
+
+
+def linear(x_MK, x_scales, w, w_scales, panel_stride, bias, y_MN, tail, threads):
+    """y = x @ w + bias; ``tail`` is room for [M, 16] f32, ``bias`` empty if there is none."""
+    rows, k = x_MK.shape
+    _run_linear((flat(x_MK), x_scales, rows, k, w, w_scales, panel_stride, bias, flat(y_MN),
+                 y_MN.shape[1], tail), threads)
+
+
+@policy.helper
+def _quantise_part(part, parts, x, rows, k, codes, scales):
+    for m in range(part * rows // parts, (part + 1) * rows // parts):
+        quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32))
+
+
+_run_quantise = in_parts(_quantise_part)
+
+
+def quantise(x_MK, codes_MK, scales_MB, threads):
+    """Activations to q8_0 codes (i16, each four as 0, 2, 1, 3) and float32 scales of 32-blocks."""
+    rows, k = x_MK.shape
+    _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB)), threads)
+
+
+F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
+ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
+
+
+@lru_cache(None)
+def linear_kernel(name: str) -> Any:
+    """The compiled :func:`linear` of a weight format."""
+    x = types.int16[:, ::1] if name == "q8_0" else F32_2
+    w_scales = types.int16[::1] if name == "q8_0" else F32_1
+    signature = (x, F32_1, ELEMENTS[name][::1], w_scales, types.intp, F32_1, F32_2, F32_1, types.intp)
+    return policy.kernel(linear, f"linear_{name}", signature)
+
+
+@lru_cache(None)
+def quantise_kernel() -> Any:
+    signature = (F32_2, types.int16[:, ::1], F32_2, types.intp)
+    return policy.kernel(quantise, "quantise", signature)
+
+
+NOTHING = np.zeros(0, np.float32)

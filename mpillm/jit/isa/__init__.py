@@ -1,0 +1,1 @@
+"""Vector building blocks that the kernels are made of."""

@@ -1,0 +1,1 @@
+"""Layers that are split over ranks."""

@@ -1,0 +1,1 @@
+"""Cores, NUMA domains, affinity and memory of this machine."""

@@ -1,0 +1,206 @@
+"""Which cores each rank of a node works on, and with how many threads: decided from masks, without MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from mpillm.machine.topology import Core, Topology, format_cpu_list
+
+WHOLE_DOMAIN_WORTH = 0.75       # a rank may lose a quarter of its even share to stay inside NUMA domains
+
+
+@dataclass(frozen=True)
+class RankCores:
+    """A rank's place: its CPUs, how many physical cores they are, their NUMA domains, its threads.
+
+    ``pin``: the CPUs are fewer than the launcher gave, so the process has to be pinned to them.
+    """
+
+    cpus: tuple[int, ...]
+    cores: int
+    domains: tuple[int, ...]
+    threads: int
+    pin: bool
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The places of a node's ranks, in rank order, and lines to warn with."""
+
+    ranks: tuple[RankCores, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank works: threads, CPUs, NUMA domains; all ranks' ``table`` and ``warnings``."""
+
+    threads: int
+    cpus: tuple[int, ...]
+    domains: tuple[int, ...]
+    table: list[dict[str, object]]
+    warnings: list[str]
+
+
+def _by_domain(cores: Iterable[Core]) -> list[list[Core]]:
+    groups: dict[int, list[Core]] = {}
+    for core in cores:
+        groups.setdefault(core.domain, []).append(core)
+    return [groups[domain] for domain in sorted(groups)]
+
+
+def _divide_evenly(items: Sequence, parts: int) -> list[Sequence]:
+    each = len(items) // parts
+    return [items[i * each:(i + 1) * each] for i in range(parts)]
+
+
+def divide(cores: Sequence[Core], ranks: int) -> list[tuple[Core, ...]]:
+    """Disjoint, equally many, contiguous cores for each of ``ranks`` <= len(cores) ranks.
+
+    Ranks step together, so the one with the fewest cores sets the pace: all get the same number, and cores
+    that do not divide stay free. A rank keeps inside NUMA domains (or gets whole ones) where that costs at
+    most a quarter of its even share.
+    """
+    assert 0 < ranks <= len(cores), f"{ranks} ranks on {len(cores)} cores"
+    even, groups = len(cores) // ranks, _by_domain(cores)
+    worth = WHOLE_DOMAIN_WORTH * even
+    if ranks <= len(groups):
+        runs = [[core for group in part for core in group] for part in _divide_evenly(groups, ranks)]
+        size = min(len(run) for run in runs)
+        if size >= worth:
+            return [tuple(run[:size]) if len(run) > even else tuple(run) for run in runs]
+    size = even
+    while size >= max(1.0, worth):
+        if sum(len(group) // size for group in groups) >= ranks:
+            slots = [tuple(group[i * size:(i + 1) * size])
+                     for group in groups for i in range(len(group) // size)]
+            return slots[:ranks]
+        size -= 1
+    return [tuple(part) for part in _divide_evenly(sorted(cores, key=lambda c: (c.domain, c.cpus)), ranks)]
+
+
+def _place(cores: Iterable[Core], pin: bool) -> RankCores:
+    cores = tuple(cores)
+    cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
+    domains = tuple(sorted({core.domain for core in cores}))
+    return RankCores(cpus, len(cores), domains, max(1, len(cores)), pin)
+
+
+def _place_group(topology: Topology, mask: frozenset[int], ranks: int) -> list[RankCores]:
+    """Places of ranks that share one mask: each its own cores if there are enough, else the mask for all."""
+    cores = topology.within(mask)
+    if ranks == 1:
+        return [_place(cores, pin=False)]
+    if ranks <= len(cores):
+        return [_place(part, pin=True) for part in divide(cores, ranks)]
+    return [replace(_place(cores, pin=False), threads=1)] * ranks
+
+
+def _overlaps(topology: Topology, masks: Sequence[frozenset[int]], places: list[RankCores]) -> list[str]:
+    """Halve (and so on) the threads of ranks that share cores under unlike masks; the lines that say so."""
+    owners: dict[Core, list[int]] = {}
+    for rank, place in enumerate(places):
+        for core in topology.cores:
+            if not set(place.cpus).isdisjoint(core.cpus):
+                owners.setdefault(core, []).append(rank)
+    shared = {core: ranks for core, ranks in owners.items() if len(ranks) > 1}
+    unlike = {rank for ranks in shared.values() for rank in ranks if len({masks[r] for r in ranks}) > 1}
+    for rank in unlike:
+        most = max(len(ranks) for ranks in shared.values() if rank in ranks)
+        places[rank] = replace(places[rank], threads=max(1, places[rank].cores // most))
+    if not unlike:
+        return []
+    cpus = format_cpu_list(cpu for core, ranks in shared.items() if unlike & set(ranks) for cpu in core.cpus)
+    return [f"local ranks {format_cpu_list(unlike)} overlap on CPUs {cpus}: "
+            "give each rank its own cores in the launcher"]
+
+
+def _limit(places: list[RankCores], threads: int | None, quota: float | None) -> list[str]:
+    """Apply --threads and the CPU quota to ``places`` in place; the lines that say what was cut."""
+    lines = []
+    if threads is not None:
+        most = [max(1, len(p.cpus)) if p.threads > 1 or p.cores == 1 else p.threads for p in places]
+        if any(threads > m for m in most):
+            lines.append(f"--threads {threads}: ranks have {min(most)} to {max(most)} CPUs of their own, "
+                         "more threads would only wait for each other; using that many")
+        places[:] = [replace(p, threads=min(threads, m)) for p, m in zip(places, most, strict=True)]
+    if quota is not None and sum(p.threads for p in places) > quota:
+        each = max(1, int(quota / len(places)))
+        if any(p.threads > each for p in places):
+            lines.append(f"a CPU quota of {quota:g} cores holds for {len(places)} ranks: "
+                         f"at most {each} thread(s) each")
+        elif quota < len(places):
+            lines.append(f"a CPU quota of {quota:g} cores holds for {len(places)} ranks: "
+                         "they will be throttled")
+        places[:] = [replace(p, threads=min(p.threads, each)) for p in places]
+    return lines
+
+
+def plan(topology: Topology, masks: Sequence[Iterable[int]], threads: int | None = None,
+         quota: float | None = None, allowed: Iterable[int] | None = None) -> NodePlan:
+    """Places for the ranks of one node, from their CPU masks as the launcher left them.
+
+    Ranks with the same mask (unbound, or bound to one socket) are given disjoint physical cores of it when
+    there are enough; ranks with masks of their own keep them. Threads are the physical cores of a rank,
+    ``threads`` (--threads) instead if given, at most its CPUs. ``quota``: CPUs' worth of time of all.
+    ``allowed``: the CPUs that the launcher itself may use; more of them than all ranks have is worth a line.
+    """
+    sets = [frozenset(mask) for mask in masks]
+    known = frozenset(cpu for core in topology.cores for cpu in core.cpus)
+    extra = frozenset().union(*sets) - known
+    if extra:                    # /sys and the scheduler disagree: believe the scheduler
+        topology = Topology(topology.cores + tuple(Core((cpu,), 0, 0) for cpu in sorted(extra)))
+    places: list[RankCores | None] = [None] * len(sets)
+    lines: list[str] = []
+    for mask in dict.fromkeys(sets):
+        members = [rank for rank, other in enumerate(sets) if other == mask]
+        for rank, place in zip(members, _place_group(topology, mask, len(members)), strict=True):
+            places[rank] = place
+        count = len(topology.within(mask))
+        if len(members) > count:
+            lines.append(f"{len(members)} ranks share {count} core(s) (CPUs {format_cpu_list(mask)}): "
+                         "one thread each, expect them to wait for each other")
+    assert None not in places, "a rank without a place"
+    lines += _overlaps(topology, sets, places)
+    lines += _limit(places, threads, quota)
+    used, whole = len(topology.within(frozenset().union(*sets))), len(topology.within(allowed or ()))
+    if used < whole:
+        lines.append(f"the launcher bound {len(sets)} rank(s) to {used} of {whole} cores: --bind-to none "
+                     f"(Open MPI: or --map-by slot:PE={max(1, whole // len(sets))}) frees the rest")
+    return NodePlan(tuple(places), tuple(lines))
+
+
+def own_mask() -> frozenset[int]:
+    """The CPUs on which this process may run."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def launcher_mask() -> frozenset[int]:
+    """The CPUs of the process that started this one, this one's included: what a launcher had to give."""
+    try:
+        return own_mask() | frozenset(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return own_mask()
+
+
+def pin(cpus: Iterable[int]) -> None:
+    """Bind every thread of this process to ``cpus``; OSError when the system refuses."""
+    cpus = tuple(cpus)
+    os.sched_setaffinity(0, cpus)
+    try:
+        tasks = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return
+    for task in tasks:
+        try:
+            os.sched_setaffinity(task, cpus)
+        except ProcessLookupError:   # that thread ended meanwhile
+            continue
+
+
+def table_row(rank: int, host: str, place: RankCores) -> dict[str, object]:
+    """One row of the table that a run shows at its start."""
+    return {"rank": rank, "host": host, "cores": format_cpu_list(place.cpus),
+            "NUMA domain": format_cpu_list(place.domains), "threads": place.threads}

@@ -1,0 +1,1 @@
+"""Architectures: which layers there are and what their tensors are called."""

@@ -1,0 +1,100 @@
+"""The Llama family: Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 are one decoder with options.
+
+Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(norm(x))``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpillm import kernels
+from mpillm.layers.attention import Attention, Heads, KVGather, LayerCache, Rows
+from mpillm.layers.embedding import VocabEmbedding, VocabHead
+from mpillm.layers.mlp import GatedMLP
+from mpillm.layers.norm import HeadRMSNorm, RMSNorm
+from mpillm.layers.rope import Rope
+from mpillm.models.config import ModelConfig
+from mpillm.models.load import Loader
+from mpillm.partition import Share
+
+# Tensors of a layer by the names of Hugging Face checkpoints; `models.weights` has GGUF's names for them.
+LAYER = "model.layers.{}."
+WEIGHTS = {
+    "attention_norm": "input_layernorm.weight",
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": "mlp.down_proj",
+}
+FINAL_NORM = "model.norm.weight"
+
+
+@dataclass
+class Block:
+    """One decoder layer."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+@dataclass
+class Llama:
+    """A decoder whose matrices are split; the residual stream is whole everywhere."""
+
+    embedding: VocabEmbedding
+    blocks: list[Block]
+    norm: RMSNorm
+    head: VocabHead
+    rope: Rope
+
+    def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
+        """Logits float32 [len(wanted), local vocabulary] of the rows ``wanted`` (indices into the step)."""
+        x = self.embedding(rows.tokens)
+        for block, layer_cache in zip(self.blocks, cache, strict=True):
+            kernels.add_in_place(x, block.attention(block.attention_norm(x), rows, layer_cache))
+            kernels.add_in_place(x, block.mlp(block.mlp_norm(x)))
+        return self.head(self.norm(np.ascontiguousarray(x[wanted])))
+
+
+def local_heads(config: ModelConfig, share: Share) -> Heads:
+    """The query heads of a share in groups by the KV heads that it holds."""
+    group = config.n_heads // config.n_kv_heads
+    first, last = share.heads.start, share.heads.stop
+    kv = np.arange(share.kv_heads.start, share.kv_heads.stop)
+    starts = (np.clip(kv * group, first, last) - first).astype(np.int32)
+    stops = (np.clip((kv + 1) * group, first, last) - first).astype(np.int32)
+    return Heads(config.head_dim, last - first, len(kv), share.kv_columns.size, starts, stops)
+
+
+def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
+    """Read one share of the model, layer by layer. Raises ModelError."""
+    embedding, head = load.embedding_and_head()
+    heads = local_heads(config, load.share)
+    blocks = [_block(config, load, heads, gather, index) for index in range(config.n_layers)]
+    norm = RMSNorm(load.vector(FINAL_NORM), config.rms_eps)
+    return Llama(embedding, blocks, norm, head, Rope(config.head_dim, config.rope_theta, config.rope))
+
+
+def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, index: int) -> Block:
+    prefix = LAYER.format(index)
+    share, kv_rows = load.share, load.share.kv_columns
+
+    def norm(which: str) -> RMSNorm:
+        return RMSNorm(load.vector(prefix + WEIGHTS[which]), config.rms_eps)
+
+    def head_norm(which: str) -> HeadRMSNorm | None:
+        return HeadRMSNorm(load.vector(prefix + WEIGHTS[which]), config.rms_eps) if config.qk_norm else None
+
+    qkv = load.columns([prefix + name for name in WEIGHTS["qkv"]], [load.query_rows(), kv_rows, kv_rows])
+    attention = Attention(index, heads, qkv, load.rows(prefix + WEIGHTS["output"], load.query_rows()),
+                          head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
+    gate_up = load.columns([prefix + name for name in WEIGHTS["gate_up"]], [share.columns, share.columns])
+    mlp = GatedMLP(gate_up, load.rows(prefix + WEIGHTS["down"], share.columns))
+    return Block(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

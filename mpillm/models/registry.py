@@ -1,0 +1,75 @@
+"""Architectures by name, and what a rank of each would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpillm import kernels
+from mpillm.models import llama
+from mpillm.models.config import ModelConfig
+from mpillm.models.load import Q8_BLOCK, memory_format
+from mpillm.models.weights import Weights
+from mpillm.partition import Partition, Sizes
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "llama": llama.build, "mistral": llama.build, "qwen2": llama.build, "qwen3": llama.build,
+}
+
+_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}
+
+
+def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
+    """The formats that the model's matrices will have in memory."""
+    names = [(f"{llama.LAYER.format(i)}{name}.weight",) for i in range(config.n_layers)
+             for name in (llama.WEIGHTS["output"], llama.WEIGHTS["down"])]
+    names += [tuple(f"{llama.LAYER.format(i)}{name}.weight" for name in llama.WEIGHTS[group])
+              for i in range(config.n_layers) for group in ("qkv", "gate_up")]
+    names += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
+    return {memory_format(weights, group, asked) for group in names}
+
+
+def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
+    """The figures that the split depends on, with the bytes that a weight takes in memory."""
+    def formats(names: tuple[str, ...] | str) -> list[str]:
+        group = (names,) if isinstance(names, str) else names
+        return [memory_format(weights, [llama.LAYER.format(i) + name + ".weight" for name in group], asked)
+                for i in range(config.n_layers)]
+
+    def mean(found: list[str]) -> float:
+        return sum(_BYTES[name] for name in found) / len(found)
+
+    down = formats(llama.WEIGHTS["down"])
+    head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    return Sizes(
+        hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
+        vocab=config.vocab, column_unit=Q8_BLOCK if "q8_0" in down else 16,
+        bytes_attn=mean(formats(llama.WEIGHTS["qkv"])), bytes_ffn=mean(down),
+        bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
+
+
+def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, asked: str, rank: int) -> int:
+    """Bytes of packed weights and vectors that ``rank`` holds: what the loader will allocate, without reading."""
+    share, total = partition.shares[rank], 0
+
+    def packed(names: list[str], n: int, k: int, before: int = 0) -> int:
+        kind = memory_format(weights, names, asked)
+        if kind == "q8_0" and k:
+            k = -(-(before % Q8_BLOCK + k) // Q8_BLOCK) * Q8_BLOCK
+        return kernels.packed_nbytes(kind, n, k)
+
+    q_rows = share.heads.size * config.head_dim
+    for i in range(config.n_layers):
+        def full(names: tuple[str, ...] | str, i: int = i) -> list[str]:
+            group = (names,) if isinstance(names, str) else names
+            return [llama.LAYER.format(i) + name + ".weight" for name in group]
+
+        total += packed(full(llama.WEIGHTS["qkv"]), q_rows + 2 * share.kv_columns.size, config.hidden)
+        total += packed(full(llama.WEIGHTS["output"]), config.hidden, q_rows, share.heads.start * config.head_dim)
+        total += packed(full(llama.WEIGHTS["gate_up"]), 2 * share.columns.size, config.hidden)
+        total += packed(full(llama.WEIGHTS["down"]), config.hidden, share.columns.size, share.columns.start)
+        total += 4 * (2 * config.hidden + (2 * config.head_dim if config.qk_norm else 0))
+    for name in ["model.embed_tokens.weight"] + ([] if config.tied else ["lm_head.weight"]):
+        total += packed([name], share.vocab.size, config.hidden)
+    return total + 4 * config.hidden

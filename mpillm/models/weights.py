@@ -1,0 +1,179 @@
+"""A model's tensors under one set of names, those of Hugging Face, whatever the file calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpillm.errors import ModelError
+from mpillm.formats.checkpoint import Checkpoint, Rows, TensorInfo
+from mpillm.models.config import ModelConfig
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+# Hugging Face's name of a layer's part to GGUF's.
+GGUF_LAYER = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}
+GGUF_TOP = {EMBEDDING: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
+
+# Tensors that may be there beside a model's own and change nothing that is computed.
+_HARMLESS = ("rope_freqs.weight", ".attn_rot_embd", "rotary_emb.inv_freq", "rotary_emb.cos_cached",
+             "rotary_emb.sin_cached", "masked_bias")
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names within a layer, and the shapes (outputs, inputs) that the figures give."""
+    c = config
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    matrices = {
+        "self_attn.q_proj": (q, c.hidden, c.qkv_bias), "self_attn.k_proj": (kv, c.hidden, c.qkv_bias),
+        "self_attn.v_proj": (kv, c.hidden, c.qkv_bias), "self_attn.o_proj": (c.hidden, q, c.output_bias),
+        "mlp.gate_proj": (c.intermediate, c.hidden, c.mlp_bias),
+        "mlp.up_proj": (c.intermediate, c.hidden, c.mlp_bias),
+        "mlp.down_proj": (c.hidden, c.intermediate, c.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (n_out, n_in, biased) in matrices.items():
+        shapes[name + ".weight"] = (n_out, n_in)
+        if biased:
+            shapes[name + ".bias"] = (n_out,)
+    shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (c.hidden,)
+    if c.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (c.head_dim,)
+    return shapes
+
+
+def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a model of these figures computes with."""
+    yield EMBEDDING, (config.vocab, config.hidden)
+    for i in range(config.n_layers):
+        for name, shape in layer_shapes(config).items():
+            yield f"model.layers.{i}.{name}", shape
+    yield NORM, (config.hidden,)
+    if not config.tied:
+        yield HEAD, (config.vocab, config.hidden)
+
+
+class Weights:
+    """Reads tensors by Hugging Face names, with rows in Hugging Face order.
+
+    Only tensors that ``config`` calls for are there: a bias that the architecture does not use is not.
+    Raises ModelError as the checkpoint does.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
+        self.checkpoint, self.config = checkpoint, config
+        self._shapes = dict(expected(config))
+        self._stored = {name: stored for name in self._shapes
+                        if (stored := self._stored_name(name)) in checkpoint.tensors}
+
+    def _stored_name(self, name: str) -> str:
+        if self.checkpoint.kind == "gguf":
+            return gguf_name(name)
+        # transformers ties to whichever of the two is there
+        if name == EMBEDDING and self.config.tied and name not in self.checkpoint.tensors:
+            return HEAD
+        return name
+
+    def has(self, name: str) -> bool:
+        """Whether the model has, and uses, tensor ``name``."""
+        return name in self._stored
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and stored type of a tensor."""
+        return dataclasses.replace(self.checkpoint.tensors[self._find(name)], name=name)
+
+    def read(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
+        """float32 [rows, cols], or [rows] of a tensor with one axis; None: all."""
+        return self.checkpoint.read(self._find(name), self._rows(name, rows), cols)
+
+    def read_q8_0(self, name: str, rows: Rows = None,
+                  cols: range | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Scales float16 [rows, cols/32] and codes int8 [rows, cols] of a Q8_0 matrix, as stored."""
+        return self.checkpoint.read_q8_0(self._find(name), self._rows(name, rows), cols)
+
+    def check(self, config: ModelConfig | None = None) -> None:
+        """Raise ModelError unless every tensor is there with its shape and a type that can be read.
+
+        Tensors that have no place in a GGUF model are an error, as in llama.cpp; in a folder they are
+        left out with a warning, as in transformers.
+        """
+        if config is not None and config != self.config:
+            return Weights(self.checkpoint, config).check()
+        optional = self._optional_biases()
+        for name, shape in self._shapes.items():
+            stored = self._stored.get(name)
+            if stored is None:
+                if name.endswith(".bias") and name.split(".", 3)[3] in optional:
+                    continue
+                raise ModelError(f"{self.checkpoint.path}: tensor {self._named(name)} is missing")
+            found = self.checkpoint.tensors[stored].shape
+            if found != shape:
+                raise ModelError(f"{self.checkpoint.file_of(stored)}: tensor {self._named(name)} has shape "
+                                 f"{found}, but the model's figures give {shape}")
+            reason = self.checkpoint.unreadable(stored)
+            if reason is not None:
+                raise ModelError(reason)
+        self._check_rest()
+
+    def _optional_biases(self) -> set[str]:
+        """Biases that no layer of a GGUF model has: they are zero. If only some lack one, it is missing."""
+        if self.checkpoint.kind != "gguf":
+            return set()
+        there = {name.split(".", 3)[3] for name in self._stored if name.endswith(".bias")}
+        return {name for name in layer_shapes(self.config) if name.endswith(".bias")} - there
+
+    def _check_rest(self) -> None:
+        used = set(self._stored.values()) | {gguf_name(HEAD), HEAD}
+        rest = sorted(name for name in self.checkpoint.tensors
+                      if name not in used and not name.endswith(_HARMLESS))
+        if not rest:
+            return
+        if self.checkpoint.kind == "gguf":
+            raise ModelError(f"{self.checkpoint.file_of(rest[0])}: tensor {rest[0]} has no place in a model "
+                             f"of architecture {self.config.architecture}: not supported")
+        names = ", ".join(rest[:3]) + (" ..." if len(rest) > 3 else "")
+        self.checkpoint.warnings.append(f"{self.checkpoint.path}: left out {len(rest)} tensors that "
+                                        f"{self.config.architecture} does not use: {names}")
+
+    def _named(self, name: str) -> str:
+        """The name in messages: the file's own, then ours where it differs."""
+        stored = self._stored_name(name)
+        return stored if stored == name else f"{stored} ({name})"
+
+    def _find(self, name: str) -> str:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ModelError(f"{self.checkpoint.path}: tensor {self._named(name)} is missing")
+        return stored
+
+    def _rows(self, name: str, rows: Rows) -> Rows:
+        """Rows of the file for ``rows`` in Hugging Face order.
+
+        Files of architecture llama hold the rows of q and k, and their biases, with rotary pairs as
+        neighbours: row 2 j + t of a head is Hugging Face's t * head_dim / 2 + j.
+        """
+        if self.checkpoint.kind != "gguf" or self.config.architecture != "llama":
+            return rows
+        if ".self_attn.q_proj." not in name and ".self_attn.k_proj." not in name:
+            return rows
+        index = np.arange(self._shapes[name][0]) if rows is None else np.asarray(rows, np.int64)
+        width = self.config.head_dim
+        head, within = np.divmod(index, width)
+        half, pair = np.divmod(within, width // 2)
+        return head * width + 2 * pair + half
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor by its Hugging Face name."""
+    if name in GGUF_TOP:
+        return GGUF_TOP[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{GGUF_LAYER[part]}.{suffix}"

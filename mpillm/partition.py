@@ -1,0 +1,390 @@
+"""Who owns what: pure integer arithmetic over the rank grid, no arrays and no communication.
+
+A model is split over ``tp`` ranks along whole query heads, along feed-forward columns and along vocabulary
+rows.  Heads first:
+
+* ``tp <= n_kv_heads``: each rank has whole KV heads with all their query heads, the first ranks one more.
+* ``tp > n_kv_heads``: *KV rows*.  ``rows = gcd(tp, n_kv_heads)`` rows of ``width = tp / rows`` neighbouring
+  ranks; a row owns ``n_kv_heads / rows`` KV heads and all their query heads, which are dealt contiguously
+  to the row's ranks, the first ones one more; a rank may get none.
+
+Then feed-forward columns and vocabulary rows, in whole units, go to the ranks that read the fewest bytes in
+a step so far.  Everything is exact and the same on every rank: no float decides where something lands.
+
+Spans are half-open and absolute (counted over the whole model) unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd, isfinite, lcm
+
+from mpillm.errors import ResourceError, UsageError
+
+KV_MODES = ("redundant", "allgather")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The integers ``start <= i < stop``; false when empty."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop, f"a span runs upwards from 0, not {self.start}:{self.stop}"
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def __str__(self) -> str:
+        """First and last, as people count: ``0-2``, ``7``, or ``-`` for none."""
+        if not self:
+            return "-"
+        return str(self.start) if self.size == 1 else f"{self.start}-{self.stop - 1}"
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def range(self) -> range:
+        return range(self.start, self.stop)
+
+    def times(self, factor: int) -> Span:
+        """The same stretch in a finer unit, such as heads in elements."""
+        return Span(self.start * factor, self.stop * factor)
+
+    def relative_to(self, origin: int) -> Span:
+        """The same stretch counted from ``origin``, as an index into a rank's own slice."""
+        return Span(self.start - origin, self.stop - origin)
+
+    def overlap(self, other: Span) -> Span:
+        """What both have; where they share nothing, an empty span."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's figures that matter for splitting it: counts, and bytes per stored weight."""
+
+    hidden: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    column_unit: int = 16        # feed-forward columns are cut at multiples of it; the last unit may be short
+    panel: int = 16              # vocabulary rows are cut at multiples of it
+    bytes_attn: float = 2.0      # q, k, v and o: f32 4, bf16 and f16 2, q8_0 34/32
+    bytes_ffn: float = 2.0       # gate, up and down
+    bytes_vocab: float = 2.0     # the output head, which a step reads once
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate", "vocab",
+                     "column_unit", "panel"):
+            assert getattr(self, name) >= 1, f"{name} must be 1 or more, not {getattr(self, name)}"
+        for name in ("bytes_attn", "bytes_ffn", "bytes_vocab"):
+            value = getattr(self, name)
+            assert isfinite(value) and value > 0, f"{name} must be positive and finite, not {value}"
+        assert self.n_heads % self.n_kv_heads == 0, (
+            f"{self.n_heads} query heads do not divide over {self.n_kv_heads} KV heads")
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.n_heads // self.n_kv_heads
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank owns.  Spans of heads, columns and vocabulary rows may be empty."""
+
+    rank: int
+    row: int            # which KV row; with tp <= n_kv_heads every rank is a row of its own
+    row_rank: int       # place within the row
+    heads: Span         # query heads
+    kv_heads: Span      # KV heads that its queries need and whose cache it holds
+    kv_columns: Span    # rows of k_proj and of v_proj that it computes, in elements of n_kv_heads * head_dim
+    columns: Span       # feed-forward columns
+    vocab: Span         # vocabulary rows, of the embedding and of the output head
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model's split over ``tp`` ranks: ``shares[rank]``; ``rows * width == tp``."""
+
+    sizes: Sizes
+    tp: int
+    kv_mode: str
+    rows: int
+    width: int
+    shares: tuple[Share, ...]
+
+    def row_ranks(self, row: int) -> range:
+        """The ranks of a KV row, by place within the row."""
+        assert 0 <= row < self.rows, f"row {row} of {self.rows}"
+        return range(row * self.width, (row + 1) * self.width)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank gives and gets when its KV row swaps new K (and, alike, V) columns.
+
+    ``kind`` is the same on all ranks of the partition: ``none`` (no message: what is computed is what is
+    needed), ``all_gather`` (every rank of the row needs all of the row's columns) or ``all_to_all``.
+    ``send[j]`` are the columns that the row's rank j needs of this one, ``receive[j]`` those that this one
+    gets from j; absolute, j = itself included.  The received spans, in order of j, are this rank's
+    ``kv_heads`` without gap or overlap.
+    """
+
+    kind: str
+    send: tuple[Span, ...]
+    receive: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``dp`` replicas of ``tp`` ranks each; the last ``idle`` ranks have nothing to do."""
+
+    tp: int
+    dp: int
+    idle: int
+
+
+def spread(total: int, parts: int) -> tuple[Span, ...]:
+    """``total`` things cut into ``parts`` neighbouring spans, the first ``total % parts`` one longer."""
+    quotient, remainder = divmod(total, parts)
+    borders = [i * quotient + min(i, remainder) for i in range(parts + 1)]
+    return tuple(map(Span, borders, borders[1:]))
+
+
+def level_out(loads: Sequence[int], price: int, units: int) -> list[int]:
+    """How many of ``units`` pieces that cost ``price`` each go to every rank, given its load so far.
+
+    The result is that of handing out the pieces one by one to whoever has the least, the lower rank where
+    two are equal.  So the highest load is as low as whole pieces allow, and the lowest as high.
+    """
+    # Count in the largest common unit: the search below takes as many rounds as the figures have bits
+    common = gcd(price, *loads)
+    price, loads = price // common, [load // common for load in loads]
+
+    # A rank with load b takes its pieces at levels b, b + price, ...; the `units` lowest levels win
+    def taken(level: int) -> list[int]:
+        return [max(0, -((load - level) // price)) for load in loads]
+
+    low, high = min(loads), max(loads) + units * price + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(taken(middle)) <= units:
+            low = middle
+        else:
+            high = middle
+
+    # What is left goes to ranks exactly at the water's level, the lower ones first
+    counts = taken(low)
+    left = units - sum(counts)
+    for rank, (load, count) in enumerate(zip(loads, counts, strict=True)):
+        if left and load + count * price == low:
+            counts[rank] += 1
+            left -= 1
+    assert left == 0, f"{left} of {units} units found no rank"
+    return counts
+
+
+def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant") -> Partition:
+    """Split a model over ``tp`` ranks.
+
+    Raises UsageError for ``tp`` below 1 and for an unknown ``kv_mode``.  ``tp`` may exceed the query heads:
+    the ranks that get none still own columns and vocabulary rows.
+    """
+    if tp < 1:
+        raise UsageError(f"tp {tp} is not a number of ranks: use 1 or more")
+    if kv_mode not in KV_MODES:
+        raise UsageError(f"kv-mode {kv_mode!r} is unknown: use {' or '.join(KV_MODES)}")
+    rows, width = kv_rows(tp, sizes.n_kv_heads)
+    heads = _split_heads(sizes, tp)
+    kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
+    kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
+    if kv_mode == "allgather" and width > 1:
+        kv_columns = _even_kv_columns(sizes, rows, width)
+    columns, vocab = _split_by_bytes(sizes, heads, kv_columns)
+    owned = zip(heads, kv_heads, kv_columns, columns, vocab, strict=True)
+    shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
+    return Partition(sizes, tp, kv_mode, rows, width, shares)
+
+
+def kv_rows(tp: int, n_kv_heads: int) -> tuple[int, int]:
+    """How many KV rows there are, and how many ranks are in one; a row is one rank while KV heads suffice."""
+    rows = tp if tp <= n_kv_heads else gcd(tp, n_kv_heads)
+    return rows, tp // rows
+
+
+def _split_heads(sizes: Sizes, tp: int) -> list[Span]:
+    """The query heads of every rank."""
+    if tp <= sizes.n_kv_heads:
+        return [span.times(sizes.group) for span in spread(sizes.n_kv_heads, tp)]
+    rows, width = kv_rows(tp, sizes.n_kv_heads)
+    per_row = sizes.n_heads // rows
+    return [Span(row * per_row + span.start, row * per_row + span.stop)
+            for row in range(rows) for span in spread(per_row, width)]
+
+
+def _needed_kv_heads(heads: Span, group: int) -> Span:
+    """The KV heads of a span of query heads: those of its first to its last, none for none."""
+    first = heads.start // group
+    return Span(first, -(-heads.stop // group)) if heads else Span(first, first)
+
+
+def _even_kv_columns(sizes: Sizes, rows: int, width: int) -> list[Span]:
+    """An even share of its row's KV columns for every rank, those without queries included."""
+    per_row = sizes.n_kv_heads // rows * sizes.head_dim
+    return [Span(row * per_row + span.start, row * per_row + span.stop)
+            for row in range(rows) for span in spread(per_row, width)]
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """Weight bytes that a step reads for one thing, over all layers, as integers of ``1 / scale`` bytes."""
+
+    head: int        # a query head: its rows of q_proj, its columns of o_proj
+    kv_column: int   # a row of k_proj and one of v_proj
+    column: int      # a row of gate_proj, one of up_proj, a column of down_proj
+    token: int       # a row of the output head
+    scale: int
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(sizes: Sizes) -> _Prices:
+        attn, ffn, vocab = (Fraction(b) for b in (sizes.bytes_attn, sizes.bytes_ffn, sizes.bytes_vocab))
+        scale = lcm(attn.denominator, ffn.denominator, vocab.denominator)
+        stacked = scale * sizes.hidden * sizes.n_layers
+        return _Prices(head=int(2 * sizes.head_dim * stacked * attn), kv_column=int(2 * stacked * attn),
+                       column=int(3 * stacked * ffn), token=int(scale * sizes.hidden * vocab), scale=scale)
+
+
+def _split_by_bytes(sizes: Sizes, heads: Sequence[Span],
+                    kv_columns: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Feed-forward columns and vocabulary rows of every rank, so that the bytes of a step come out even.
+
+    Columns level what the heads left uneven, vocabulary panels what the columns left: being the finer ones,
+    they go last.  (The columns count on an even share of the vocabulary; a share that all have alike moves
+    nothing, so it does not appear.)
+    """
+    price = _Prices.of(sizes)
+    loads = [h.size * price.head + kv.size * price.kv_column for h, kv in zip(heads, kv_columns, strict=True)]
+    columns = _deal(loads, price.column, sizes.intermediate, sizes.column_unit)
+    loads = [load + span.size * price.column for load, span in zip(loads, columns, strict=True)]
+    return columns, _deal(loads, price.token, sizes.vocab, sizes.panel)
+
+
+def _deal(loads: Sequence[int], price: int, total: int, unit: int) -> list[Span]:
+    """``total`` things of ``price`` each as spans in rank order, cut at multiples of ``unit``."""
+    counts = level_out(loads, price * unit, -(-total // unit))
+    spans, start = [], 0
+    for count in counts:
+        stop = min(total, start + count * unit)
+        spans.append(Span(start, stop))
+        start = stop
+    return spans
+
+
+def _phases(p: Partition, rank: int, price: _Prices) -> tuple[int, int, int]:
+    """Attention, feed-forward and vocabulary bytes of a rank, in the unit of ``price``."""
+    s = p.shares[rank]
+    attention = s.heads.size * price.head + s.kv_columns.size * price.kv_column
+    return attention, s.columns.size * price.column, s.vocab.size * price.token
+
+
+def phase_bytes(p: Partition, rank: int) -> tuple[float, float, float]:
+    """Weight bytes that ``rank`` reads in one decode step: for attention, feed-forward and output head.
+
+    All layers together.  Between the phases of a layer all ranks wait for each other in an all-reduce.
+    """
+    price = _Prices.of(p.sizes)
+    attention, feed_forward, vocab = (n / price.scale for n in _phases(p, rank, price))
+    return attention, feed_forward, vocab
+
+
+def step_bytes(p: Partition, rank: int) -> float:
+    """Weight bytes that ``rank`` reads in one decode step: its matrices without norms, biases and padding."""
+    price = _Prices.of(p.sizes)
+    return sum(_phases(p, rank, price)) / price.scale
+
+
+def balance(p: Partition) -> float:
+    """Mean over maximum of the ranks' step bytes: 1.0 when every rank reads the same."""
+    price = _Prices.of(p.sizes)
+    loads = [sum(_phases(p, rank, price)) for rank in range(p.tp)]
+    return sum(loads) / (p.tp * max(loads))
+
+
+def local_groups(p: Partition, rank: int) -> tuple[Span, ...]:
+    """For each KV head that ``rank`` holds, which of its own query heads (counted from 0) use it.
+
+    The first and the last may be shorter than ``sizes.group``: the rest of the group lives on a neighbour.
+    """
+    s, group = p.shares[rank], p.sizes.group
+    return tuple(Span(kv, kv + 1).times(group).overlap(s.heads).relative_to(s.heads.start)
+                 for kv in s.kv_heads.range())
+
+
+def row_exchange(p: Partition, rank: int) -> Exchange:
+    """The swap of K/V columns that ``rank`` takes part in after computing its ``kv_columns``."""
+    me = p.shares[rank]
+    row = [p.shares[r] for r in p.row_ranks(me.row)]
+    local = p.kv_mode == "redundant" or p.width == 1
+    all_need_all = all(s.kv_heads.size * p.rows == p.sizes.n_kv_heads for s in row)
+
+    def message(sender: Share, receiver: Share) -> Span:
+        if local and sender is not receiver:
+            return Span(sender.kv_columns.start, sender.kv_columns.start)
+        return sender.kv_columns.overlap(receiver.kv_heads.times(p.sizes.head_dim))
+
+    return Exchange("none" if local else "all_gather" if all_need_all else "all_to_all",
+                    send=tuple(message(me, s) for s in row), receive=tuple(message(s, me) for s in row))
+
+
+def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
+             kv_bytes_per_token: float = 0) -> list[dict]:
+    """One dict a rank for the printed table; spans read ``0-2``, ``7`` or ``-``.
+
+    ``weight_bytes``: what each rank really stores, by rank; None: ``step_bytes``.
+    ``kv_bytes_per_token``: K and V of *one KV head* over all layers for one position; a rank's figure is
+    that times the KV heads whose cache it holds.
+    """
+    if weight_bytes is None:
+        weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
+    assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
+    return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
+             "kv_columns": str(s.kv_columns), "columns": str(s.columns), "vocab": str(s.vocab),
+             "weight_bytes": weight_bytes[s.rank],
+             "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
+
+
+def layout(ranks: int, n_heads: int, fits: Callable[[int], bool], tp: int | None = None) -> Layout:
+    """How many ranks serve one replica, how many replicas there are, how many ranks are left over.
+
+    ``tp`` given is taken as it is (``fits`` is not asked); UsageError unless 1 <= tp <= ranks.  Otherwise, in
+    this order, the first that ``fits(tp)``: the divisors of ``ranks`` up to ``n_heads``, largest first, so
+    that no rank idles and each owns a query head; any tp up to ``n_heads``, largest first; then those beyond,
+    smallest first, so that few ranks lack heads.  ResourceError when none fits.
+    """
+    assert ranks >= 1 and n_heads >= 1, f"a layout needs ranks and heads, not {ranks} and {n_heads}"
+    if tp is not None:
+        if not 1 <= tp <= ranks:
+            raise UsageError(f"tp {tp} does not go into {ranks} ranks: use 1 to {ranks}, or start more ranks")
+        return Layout(tp, ranks // tp, ranks % tp)
+    downwards = range(min(ranks, n_heads), 0, -1)
+    choices = [n for n in downwards if ranks % n == 0]
+    choices += [n for n in downwards if ranks % n]
+    choices += range(n_heads + 1, ranks + 1)
+    for choice in choices:
+        if fits(choice):
+            return Layout(choice, ranks // choice, ranks % choice)
+    raise ResourceError(f"the model fits the memory of no split over {ranks} ranks: start more ranks on more"
+                        " nodes, or store smaller --weights")

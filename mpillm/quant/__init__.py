@@ -1,0 +1,1 @@
+"""Number formats of weights and caches, and how they are packed."""

@@ -1,0 +1,79 @@
+"""Ways to fail, one a run: `mpirun -n N python failures.py KIND WAITING`. The job has to end at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from mpillm import collectives, main
+from mpillm.errors import LaunchError, ModelError, ResourceError
+
+
+def wait_in_mpi(world, replica) -> None:
+    """What the healthy ranks do: wait in MPI for the one that never comes."""
+    world.bcast(None, 1)
+
+
+def wait_in_shared_memory(world, replica) -> None:
+    replica.all_reduce(np.ones(1000, np.float32))
+
+
+def fail_in_thread() -> None:
+    thread = threading.Thread(target=lambda: [][1])
+    thread.start()
+    time.sleep(60)               # the main thread is busy elsewhere
+
+
+def refuse(error: BaseException):
+    raise error
+
+
+FAIL = {
+    "model": lambda: refuse(ModelError("model.safetensors is cut short:\n  read it again")),
+    "fault": lambda: {}["no such key"],
+    "thread": fail_in_thread,
+    "exit": lambda: sys.exit(9),
+    "leave": lambda: sys.exit(0),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "memory": lambda: refuse(MemoryError()),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "pipe": lambda: refuse(BrokenPipeError(32, "Broken pipe")),
+}
+
+
+def run(argv: list[str] | None) -> int:
+    kind, place = argv
+    if kind == "launch":
+        raise LaunchError("before MPI started")
+    world = collectives.start()
+    replica = world.split(world.size, 1)
+    if kind == "agreed":
+        world.agree(lambda: refuse(ModelError("shard 3 is absent")))
+    elif kind == "agreed_exit":
+        world.agree(lambda: (print("usage: none"), sys.exit(0)))
+    elif kind == "agreed_usage":
+        world.agree(lambda: sys.exit(2))
+    elif kind == "all":
+        world.agree_all(lambda: refuse(ResourceError("rank too small")) if world.rank == 1 else None)
+    elif kind == "code":
+        return 5
+    elif kind == "flood":
+        for i in range(100_000):
+            if world.rank == 0:
+                print("line", i, "x" * 200)
+    elif world.rank == 1:
+        FAIL[kind]()
+        time.sleep(60)
+    else:
+        {"mpi": wait_in_mpi, "shared": wait_in_shared_memory}[place](world, replica)
+    world.barrier_quiet()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main.main(sys.argv[1:], run))

@@ -1,0 +1,82 @@
+"""Options: sizes, files, conflicts; each mistake is one line that names the value."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpillm import config
+from mpillm.cli import options
+from mpillm.errors import UsageError
+
+
+@pytest.mark.parametrize("text, size", [("1000000", 10**6), ("4GiB", 4 << 30), ("4g", 4 << 30), ("1.5M", 3 << 19),
+                                        ("512 MiB", 512 << 20), (77, 77), ("2TB", 2 << 40), ("0", 0)])
+def test_sizes(text, size):
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "4PiB", "4 G B", "1e9", "nan"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UsageError, match="not a number of bytes"):
+        config.parse_size(text)
+
+
+@given(st.integers(0, 2**50))
+def test_a_formatted_size_reads_back_within_its_digits(size):
+    assert config.parse_size(config.format_size(size)) == pytest.approx(size, rel=0.06, abs=1)
+
+
+def test_defaults_and_names_beside_the_prompts():
+    run = options.parse(["--prompts", "a/in.jsonl"])
+    assert (run.output_path, run.results_path) == ("a/in.h5", "a/in.results.jsonl")
+    assert run.weights == "auto" and run.kv_type == "bf16" and run.kv_mode == "redundant" and run.tp is None
+    assert options.parse(["--prompts", ".jsonl"]).output_path == ".jsonl.h5"
+
+
+@pytest.mark.parametrize("argv, said", [
+    ([], "--prompts FILE is missing"),
+    (["--prompts", "a.jsonl", "--max-batch", "0"], "--max-batch 0 must be at least 1"),
+    (["--prompts", "a.jsonl", "--tp", "-3"], "--tp -3"),
+    (["--prompts", "a.jsonl", "--kv-type", "int4"], "invalid choice: 'int4'"),
+    (["--prompts", "a.jsonl", "--kv-memory", "much"], "not a number of bytes"),
+    (["--prompts", "a.jsonl", "--kv-memory", "0"], "--kv-memory 0 must be at least 1"),
+    (["--prompts", "a.jsonl", "--nonsense"], "unrecognized arguments: --nonsense"),
+    (["--prompts", "a.jsonl", "--output", "x", "--results", "x"], "are the same file"),
+    (["--prompts", "a.jsonl", "--results", "./a.jsonl"], "is the prompts file itself"),
+    (["--prompts", "a.jsonl", "--config", "/no/such.toml"], "/no/such.toml"),
+    (["--prompts", "a.jsonl", "--stop-token-ids", "1,x"], "--stop-token-ids"),
+])
+def test_mistakes_are_named(argv, said):
+    with pytest.raises(UsageError) as caught:
+        options.parse(argv)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('prompts = "in.jsonl"\nmax-batch = 4\ntemperature = 0\nstop = ["A", "B"]\n'
+                    'kv-memory = "1MiB"\nstop-token-ids = [3]\npin = false\n')
+    run = options.parse(["--config", str(path), "--max-batch", "9", "--stop", "C"])
+    assert run.prompts == "in.jsonl" and run.max_batch == 9 and run.temperature == 0.0
+    assert run.stop == ("C",) and run.stop_token_ids == (3,) and run.kv_memory == 1 << 20 and run.pin is False
+
+
+@pytest.mark.parametrize("text, said", [
+    ("prompts = 3", "prompts must be of type str"), ("nonsense = 1", "unknown option 'nonsense'"),
+    ("max-batch = true", "max_batch must be of type int"), ("max-batch = 2.5", "max_batch must be of type int"),
+    ("stop = 'x'", "stop must be a list of str"), ("stop-token-ids = ['x']", "must be a list of int"),
+    ("kv-type = 'int4'", "--kv-type 'int4' is not one of"), ("a = [", "run.toml"), ("pin = 'no'", "of type bool"),
+])
+def test_mistakes_in_the_file_are_named(tmp_path, text, said):
+    path = tmp_path / "run.toml"
+    path.write_text(text + "\n")
+    with pytest.raises(UsageError) as caught:
+        options.parse(["--config", str(path), *(["--prompts", "p.jsonl"] if "prompts" not in text else [])])
+    assert said in str(caught.value)
+
+
+def test_every_option_is_on_the_command_line_and_in_the_file():
+    actions = {action.dest for action in options.parser()._actions} - {"help", "config"}
+    assert actions == set(config.RunConfig.__dataclass_fields__)
