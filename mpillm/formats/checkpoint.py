@@ -117,7 +117,8 @@ class Source:
             for offset in offsets:
                 piece = view[at:at + size]
                 if preadv(fd, (piece,), offset) != size:
-                    self.read_into(offset, piece)
+                    self.read_into(offset, piece)      # goes on after a short read, or names it
+                    self.bytes_read -= size
                 at += size
         except OSError as error:
             raise open_error(self.path, error) from error

@@ -123,11 +123,11 @@ class _Disk:
     def _load(self, view: memoryview, start: int) -> None:
         done = 0
         while done < len(view):
-            count = os.preadv(self._file, [view[done:]], start + done)
-            if not count:  # beyond the end, or never written because of ``error``
-                view[done:] = bytes(len(view) - done)
-                break
-            done += count
+            data = os.pread(self._file, len(view) - done, start + done)
+            if not data:  # beyond the end, or never written because of ``error``
+                data = bytes(len(view) - done)
+            view[done:done + len(data)] = data
+            done += len(data)
 
     def _store(self, view: memoryview, start: int) -> None:
         with self._keep_error():
@@ -317,5 +317,5 @@ class RowWriter:
 def _shuffle_and_deflate(row: np.ndarray) -> bytes:
     """The bytes of HDF5's shuffle and deflate filters for one contiguous row."""
     planes = np.ascontiguousarray(row.view(np.uint8).reshape(-1, row.itemsize).T)
-    deflate = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
+    deflate = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 8, zlib.Z_RLE)
     return deflate.compress(planes) + deflate.flush()

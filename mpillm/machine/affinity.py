@@ -15,13 +15,15 @@ WHOLE_DOMAIN_WORTH = 0.75       # a rank may lose a quarter of its even share to
 class RankCores:
     """A rank's place: its CPUs, how many physical cores they are, their NUMA domains, its threads.
 
-    ``pin``: the CPUs are fewer than the launcher gave, so the process has to be pinned to them.
+    ``limit``: the most threads that make sense there. ``pin``: the CPUs are fewer than the launcher gave, so
+    the process has to be pinned to them.
     """
 
     cpus: tuple[int, ...]
     cores: int
     domains: tuple[int, ...]
     threads: int
+    limit: int
     pin: bool
 
 
@@ -70,7 +72,7 @@ def divide(cores: Sequence[Core], ranks: int) -> list[tuple[Core, ...]]:
         runs = [[core for group in part for core in group] for part in _divide_evenly(groups, ranks)]
         size = min(len(run) for run in runs)
         if size >= worth:
-            return [tuple(run[:size]) if len(run) > even else tuple(run) for run in runs]
+            return [tuple(run[:size]) for run in runs]
     size = even
     while size >= max(1.0, worth):
         if sum(len(group) // size for group in groups) >= ranks:
@@ -85,7 +87,7 @@ def _place(cores: Iterable[Core], pin: bool) -> RankCores:
     cores = tuple(cores)
     cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
     domains = tuple(sorted({core.domain for core in cores}))
-    return RankCores(cpus, len(cores), domains, max(1, len(cores)), pin)
+    return RankCores(cpus, len(cores), domains, max(1, len(cores)), max(1, len(cpus)), pin)
 
 
 def _place_group(topology: Topology, mask: frozenset[int], ranks: int) -> list[RankCores]:
@@ -95,7 +97,7 @@ def _place_group(topology: Topology, mask: frozenset[int], ranks: int) -> list[R
         return [_place(cores, pin=False)]
     if ranks <= len(cores):
         return [_place(part, pin=True) for part in divide(cores, ranks)]
-    return [replace(_place(cores, pin=False), threads=1)] * ranks
+    return [replace(_place(cores, pin=False), threads=1, limit=1)] * ranks
 
 
 def _overlaps(topology: Topology, masks: Sequence[frozenset[int]], places: list[RankCores]) -> list[str]:
@@ -109,7 +111,8 @@ def _overlaps(topology: Topology, masks: Sequence[frozenset[int]], places: list[
     unlike = {rank for ranks in shared.values() for rank in ranks if len({masks[r] for r in ranks}) > 1}
     for rank in unlike:
         most = max(len(ranks) for ranks in shared.values() if rank in ranks)
-        places[rank] = replace(places[rank], threads=max(1, places[rank].cores // most))
+        threads = max(1, places[rank].cores // most)
+        places[rank] = replace(places[rank], threads=threads, limit=threads)
     if not unlike:
         return []
     cpus = format_cpu_list(cpu for core, ranks in shared.items() if unlike & set(ranks) for cpu in core.cpus)
@@ -121,11 +124,11 @@ def _limit(places: list[RankCores], threads: int | None, quota: float | None) ->
     """Apply --threads and the CPU quota to ``places`` in place; the lines that say what was cut."""
     lines = []
     if threads is not None:
-        most = [max(1, len(p.cpus)) if p.threads > 1 or p.cores == 1 else p.threads for p in places]
-        if any(threads > m for m in most):
-            lines.append(f"--threads {threads}: ranks have {min(most)} to {max(most)} CPUs of their own, "
-                         "more threads would only wait for each other; using that many")
-        places[:] = [replace(p, threads=min(threads, m)) for p, m in zip(places, most, strict=True)]
+        low, high = min(p.limit for p in places), max(p.limit for p in places)
+        if threads > low:
+            lines.append(f"--threads {threads}: ranks have {low if low == high else f'{low} to {high}'} CPU(s) "
+                         "of their own, more threads would wait for each other; using that many")
+        places[:] = [replace(p, threads=min(threads, p.limit)) for p in places]
     if quota is not None and sum(p.threads for p in places) > quota:
         each = max(1, int(quota / len(places)))
         if any(p.threads > each for p in places):

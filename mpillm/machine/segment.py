@@ -38,7 +38,7 @@ def supported() -> bool:
 
 
 def drop_library_segments(maps: str = "/proc/self/maps") -> None:
-    """Remove the names of MPICH's own segments that this process has mapped: an abort leaves megabytes behind.
+    """Remove the names of MPICH's own segments mapped here: an abort would leave megabytes behind.
 
     Call only when the job ends; by then all ranks of the node have them open.
     """

@@ -60,7 +60,8 @@ def make_request(random: np.random.Generator, index: int, replica: int) -> dict:
             top=top if random.random() < 0.5 else None, queue_s=index + 0.5, prefill_s=0.1, first_token_s=0.2,
             decode_s=0.3))
     random.shuffle(choices)
-    scores = [None if random.random() < 0.2 else [None] + [-0.5 * i for i in range(1, len(ids))] for ids in prompts]
+    scores = [None if random.random() < 0.2 else [None] + [-0.5 * i for i in range(1, len(ids))]
+              for ids in prompts]
     prompt_top = [[None] + [[(i, -1.0), (i + 1, -2.0)] for i in range(1, len(ids))] for ids in prompts]
     return dict(index=index, line=3 * index + 2, custom_id=f"id-{index}", replica=replica, prompts=prompts,
                 choices=choices, prompt_logprobs=scores if scored else None,
@@ -83,9 +84,9 @@ def logits_keys(requests: list[dict], random: np.random.Generator) -> np.ndarray
     return np.array(keys, np.int64).reshape(-1, 4)
 
 
-def write_parts(parts: str, requests: list[dict], dtype: str = "f16", seed: int = 0, compress: bool = True) -> None:
+def write_parts(parts: str, requests: list[dict], dtype: str = "f16") -> None:
     """What the ranks of all replicas leave: requests in random order, logits in slices."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     for replica, slices in SLICES.items():
         mine = [request for request in requests if request["replica"] == replica]
         random.shuffle(mine)
@@ -96,20 +97,22 @@ def write_parts(parts: str, requests: list[dict], dtype: str = "f16", seed: int 
                     part.flush()
         keys = logits_keys(mine, random)
         for rank, (low, high) in enumerate(slices):
-            with LogitsPart(logits_part_path(parts, replica, rank), low, high, dtype, compress) as part:
+            with LogitsPart(logits_part_path(parts, replica, rank), low, high, dtype) as part:
                 for batch in np.array_split(keys, 5):
                     rows = np.array([logit(*key[:3]) for key in batch], np.float32).reshape(-1, VOCAB)
                     part.append(batch, rows[:, low:high])
 
 
 def steps_table() -> np.ndarray:
-    return hdf5.step_table([(0, rank, step, 5, 1, step + 0.5, 0.1, 0.2, 0.3) for step in (1, 0) for rank in (1, 0)])
+    return hdf5.step_table([(0, rank, step, 5, 1, step + 0.5, 0.1, 0.2, 0.3)
+                            for step in (1, 0) for rank in (1, 0)])
 
 
 def ranks_table() -> np.ndarray:
-    row = dict(rank=0, host="näme", replica=0, tp_rank=0, cores="0-3", numa="0", threads=2, weight_bytes=10**11,
-               kv_bytes_per_token=64, **{f"{name}_{end}": 1 for name in ("head", "kv_head", "column", "vocab")
-                                         for end in ("start", "stop")})
+    owned = {f"{name}_{end}": 1 for name in ("head", "kv_head", "column", "vocab")
+             for end in ("start", "stop")}
+    row = dict(rank=0, host="näme", replica=0, tp_rank=0, cores="0-3", numa="0", threads=2,
+               weight_bytes=10**11, kv_bytes_per_token=64, **owned)
     return hdf5.rank_table([row, {**row, "rank": 1}])
 
 
@@ -129,7 +132,7 @@ def run(folder: Path, count: int = 40, dtype: str = "f16", **how) -> tuple[str, 
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory) -> tuple[str, list[dict], dict]:
     return run(tmp_path_factory.mktemp("run"))
 
 
@@ -163,7 +166,8 @@ def test_every_sequence_comes_back(finished):
             row = sequences[number]
             number += 1
             assert row["request"] == request["index"]
-            for name in ("item", "sample", "choice", "seed", "queue_s", "prefill_s", "first_token_s", "decode_s"):
+            for name in ("item", "sample", "choice", "seed", "queue_s", "prefill_s", "first_token_s",
+                         "decode_s"):
                 assert row[name] == getattr(choice, name), name
             span = slice(row["token_start"], row["token_start"] + row["token_count"])
             assert tokens[span].tolist() == choice.token_ids
@@ -195,7 +199,8 @@ def test_alternatives_and_prompt_logprobs(finished):
                 low, high = top["starts"][row["token_start"] + step:][:2]
                 expected = choice.top[step] if choice.top else []
                 assert top["ids"][low:high].tolist() == [token for token, _ in expected]
-                np.testing.assert_array_equal(top["values"][low:high], np.float32([v for _, v in expected]))
+                values = np.float32([value for _, value in expected])
+                np.testing.assert_array_equal(top["values"][low:high], values)
             start, count = row["prompt_start"], row["prompt_count"]
             given_scores = request["prompt_logprobs"] and request["prompt_logprobs"][choice.item]
             expected = [np.nan] + [-0.5 * i for i in range(1, count)] if given_scores else [np.nan] * count
@@ -204,8 +209,9 @@ def test_alternatives_and_prompt_logprobs(finished):
             assert sizes == ([0] + [2] * (count - 1) if request["prompt_top"] else [0] * count)
 
 
-@pytest.mark.parametrize("dtype, how", [("f16", {}), ("f32", dict(slab_bytes=1, threads=3)),
-                                        ("f16", dict(compress=False, threads=1)), ("f32", dict(compress=False))])
+@pytest.mark.parametrize("dtype, how", [
+    ("f16", {}), ("f32", dict(slab_bytes=1, threads=3)),
+    ("f16", dict(compress=False, threads=1)), ("f32", dict(compress=False))])
 def test_logits_rows_are_those_of_their_keys(tmp_path, dtype, how):
     path, requests, summary = run(tmp_path, 25, dtype, **how)
     expected = [(request["index"], choice.choice, len(request["prompts"][choice.item]) - 1 + step)
@@ -257,7 +263,8 @@ def test_header_tables_and_order_of_steps(finished):
 def test_attributes_longer_than_an_object_header(tmp_path):
     path = tmp_path / "out.h5"
     layout = {"shares": list(range(50_000))}
-    fold(path, check_output(path, False), {**HEADER, "layout": layout}, steps_table(), ranks_table(), [], False)
+    parts = check_output(path, False)
+    fold(path, parts, {**HEADER, "layout": layout}, steps_table(), ranks_table(), [], False)
     with h5py.File(path) as file:
         assert json.loads(file.attrs["layout"]) == layout
 
@@ -271,8 +278,10 @@ def test_empty_run(tmp_path, parts_made):
     summary = fold(path, parts, HEADER, steps_table()[:0], ranks_table()[:0], [], False)
     assert summary["requests"] == summary["sequences"] == summary["logits_rows"] == 0
     with h5py.File(path) as file:
-        assert [len(file[name]) for name in ("requests", "sequences", "tokens", "logprobs", "steps", "ranks")] == [0] * 6
-        assert ("logits" in file) == parts_made and "top_logprobs" not in file and "prompt_logprobs" not in file
+        for name in ("requests", "sequences", "prompt_tokens", "tokens", "logprobs", "steps", "ranks"):
+            assert file[name].shape == (0,)
+        assert ("logits" in file) == parts_made
+        assert "top_logprobs" not in file and "prompt_logprobs" not in file
         if parts_made:
             assert file["logits"].shape == (0, VOCAB)
     assert os.listdir(tmp_path) == ["out.h5"]
@@ -287,7 +296,8 @@ def test_a_failed_request_of_a_replica_and_no_tokens(tmp_path):
         scored = SequenceRecord(0, 0, 0, 5, [], [], "", "length")
         part.add_request(index=1, line=2, custom_id="b", replica=0, prompts=[[1, 2]], choices=[scored])
     with LogitsPart(logits_part_path(parts, 0, 0), 0, 4, "f32") as part:
-        part.append(np.array([[1, 0, 1, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 5, 0, 0]]), np.ones((4, 4), np.float32))
+        keys = np.array([[1, 0, 1, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 5, 0, 0]])
+        part.append(keys, np.ones((4, 4), np.float32))
     summary = fold(path, parts, HEADER, steps_table(), ranks_table(), [], False)
     assert (summary["failed"], summary["logits_rows"], summary["logits_dropped"]) == (1, 1, 3)
     with h5py.File(path) as file:
@@ -343,7 +353,8 @@ def two_logits_parts(folder: Path, spans, rows=(2, 2), dtypes=("f16", "f16")) ->
         part.add_request(index=0, line=1, custom_id="a", replica=0, prompts=[[1, 2]],
                          choices=[SequenceRecord(0, 0, 0, 0, [1], [-1.0], "x", "length")])
     for number, (span, count, dtype) in enumerate(zip(spans, rows, dtypes, strict=True)):
-        with LogitsPart(logits_part_path(parts, number if dtypes[0] != dtypes[1] else 0, number), *span, dtype) as part:
+        replica = number if dtypes[0] != dtypes[1] else 0
+        with LogitsPart(logits_part_path(parts, replica, number), *span, dtype) as part:
             keys = np.array([[0, 0, position, 0] for position in range(count)])
             part.append(keys, np.zeros((count, span[1] - span[0]), np.float32))
     return folder / "out.h5", parts
@@ -495,8 +506,8 @@ def in_process(code: str, *arguments: str) -> subprocess.CompletedProcess:
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" \
               "from test_hdf5 import *\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", program, *arguments], env=environment, capture_output=True,
-                          text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program, *arguments], env=environment,
+                          capture_output=True, text=True, timeout=120)
 
 
 def full_disk(size: int) -> None:
@@ -507,8 +518,9 @@ def full_disk(size: int) -> None:
 def test_disk_full_while_writing_parts(tmp_path):
     done = in_process("""
         full_disk(400_000)
-        parts = {"replica": ReplicaPart(sys.argv[1] + "/replica-00000.h5", flush_seconds=0),
-                 "logits": LogitsPart(sys.argv[1] + "/logits-00000-00000.h5", 0, 3000, "f32", flush_seconds=0)}
+        folder, often = sys.argv[1], dict(flush_seconds=0)
+        parts = {"replica": ReplicaPart(folder + "/replica-00000.h5", **often),
+                 "logits": LogitsPart(folder + "/logits-00000-00000.h5", 0, 3000, "f32", **often)}
         random = np.random.default_rng(0)
         for name, part in parts.items():
             for index in range(100_000):
@@ -576,7 +588,8 @@ def test_kill_9_leaves_readable_parts(tmp_path, seconds):
                 print("ready", flush=True)
         """)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stdout=subprocess.PIPE)
+    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment,
+                              stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"ready\n"
     time.sleep(seconds)
     writer.kill()
@@ -628,7 +641,7 @@ def test_between_flushes_the_file_on_disk_is_the_flushed_one(tmp_path):
     with out.guard() as file:
         dataset = file.create_dataset("x", (0,), "i4", maxshape=(None,), chunks=(100,))
         names = file.create_dataset("names", (0,), hdf5_schema.TEXT, maxshape=(None,), chunks=(10,))
-    written = 0
+    written = flushed = 0
     for round_number in range(30):
         for _ in range(7):
             with out.guard():
@@ -683,12 +696,15 @@ def test_the_document_s_examples_run(finished, monkeypatch, capsys):
 
 @pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump (Debian: hdf5-tools) is not installed")
 def test_h5dump_shows_what_the_document_says(finished):
-    shown = subprocess.run(["h5dump", "-H", "-d", "/requests", "-d", "/tokens", finished[0]], capture_output=True,
-                           text=True, check=True).stdout
+    shown = subprocess.run(["h5dump", "-H", "-A", "0", "-d", "/requests", "-d", "/tokens", finished[0]],
+                           capture_output=True, text=True, check=True).stdout
     excerpt = re.search(r"^```text\n(HDF5.*?)^```", DOCUMENT.read_text(), re.S | re.M)[1]
 
     def lines(text: str) -> list[str]:
-        return [line.strip() for line in text.splitlines() if "DATASPACE" not in line and "out.h5" not in line]
+        return [line.strip() for line in text.splitlines()
+                if "DATASPACE" not in line and "out.h5" not in line]
+
     assert lines(excerpt) == lines(shown)
-    texts = subprocess.run(["h5dump", "-y", "-d", "/sequences", finished[0]], capture_output=True, check=True).stdout
+    texts = subprocess.run(["h5dump", "-y", "-d", "/sequences", finished[0]],
+                           capture_output=True, check=True).stdout
     assert b'"stop"' in texts

@@ -23,6 +23,12 @@ def wait_in_shared_memory(world, replica) -> None:
     replica.all_reduce(np.ones(1000, np.float32))
 
 
+def mapped_segments() -> list[str]:
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        paths = {line.split(None, 5)[-1].strip() for line in file if "/dev/shm/mp" in line}
+    return sorted(path.removesuffix(" (deleted)") for path in paths)
+
+
 def fail_in_thread() -> None:
     thread = threading.Thread(target=lambda: [][1])
     thread.start()
@@ -67,6 +73,7 @@ def run(argv: list[str] | None) -> int:
             if world.rank == 0:
                 print("line", i, "x" * 200)
     elif world.rank == 1:
+        print(*mapped_segments(), flush=True)
         FAIL[kind]()
         time.sleep(60)
     else:
