@@ -25,6 +25,7 @@ T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
 PIECE = 1 << 24                 # bytes of one summed message: bounds the scratch memory
 GATHERED_LIMIT = 1 << 18        # bytes of all ranks' parts: up to here one all-gather beats slices (measured)
+FAREWELL = 0.25                 # seconds before an abort: launchers forward last words by and by, or drop them
 MODES = ("ordered", "mpi")
 
 
@@ -86,6 +87,7 @@ class World:
 
     def abort(self, code: int) -> None:
         """End all ranks at once with this exit code, without MPI's own words about it: say why before."""
+        time.sleep(FAREWELL)
         drop_library_segments()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._mpi.COMM_WORLD.Abort(code)

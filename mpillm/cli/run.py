@@ -32,12 +32,12 @@ from mpillm.engine.text import TextStream
 from mpillm.errors import MpillmError
 from mpillm.formats import hdf5, results
 from mpillm.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
-from mpillm.machine import memory
+from mpillm.machine import affinity, memory
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import balance, describe
+from mpillm.partition import Span, balance, describe
 
 LOG = logging.getLogger("mpillm.run")
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
@@ -117,7 +117,10 @@ def read_prompts(settings: RunConfig, model: ModelConfig, context: int,
     requests: list[Request] = []
     failed: list[FailedLine] = []
     for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
-        (requests if isinstance(line, Request) else failed).append(line)
+        if isinstance(line, Request):
+            requests.append(line)
+        else:
+            failed.append(line)
     return requests, failed
 
 
@@ -168,7 +171,7 @@ class Outcome:
 
 def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
                 replica: collectives.Replica, weights: Weights, checkpoint: Any,
-                placement: collectives.Placement, clock: float) -> Outcome:
+                placement: affinity.Placement, clock: float) -> Outcome:
     """Load this rank's part, run the replica's share of the requests, leave the results in part files."""
     share = split.partition.shares[replica.rank]
     began = time.perf_counter()
@@ -232,7 +235,7 @@ def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split:
 
 
 def finish(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-           placement: collectives.Placement, outcome: Outcome | None, clock: float) -> None:
+           placement: affinity.Placement, outcome: Outcome | None, clock: float) -> None:
     """Rank 0 folds the parts into the two outputs and prints the summary."""
     outcomes = world.gather(outcome)
     if outcomes is None:
@@ -242,7 +245,7 @@ def finish(world: collectives.World, settings: RunConfig, job: Job, split: setup
 
 
 def _fold(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-          placement: collectives.Placement, outcomes: list[Outcome | None], clock: float) -> None:
+          placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
     done = [outcome for outcome in outcomes if outcome is not None]
     failures = job.failed + [failed for outcome in done for failed in outcome.failures]
     waits = waiting(done)
@@ -294,7 +297,7 @@ def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: 
 
 
 def announce(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-             placement: collectives.Placement) -> None:
+             placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
     layout, model = split.layout, job.model
     LOG.info("mpillm %s, %s", __version__, world.library)
@@ -331,18 +334,19 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
             "layout": json.dumps(layout), "model": json.dumps(model)}
 
 
-def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: collectives.Placement, job: Job,
+def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: affinity.Placement, job: Job,
               settings: RunConfig) -> dict[str, Any]:
     """One row of /ranks."""
     place = placement.table[rank]
     row = {"rank": rank, "host": place["host"], "cores": str(place["cores"]), "numa": str(place["NUMA domain"]),
            "threads": place["threads"], "replica": -1, "tp_rank": -1, "weight_bytes": 0, "kv_bytes_per_token": 0}
-    spans = {"head": None, "kv_head": None, "column": None, "vocab": None}
+    nothing = Span(0, 0)
+    spans = {"head": nothing, "kv_head": nothing, "column": nothing, "vocab": nothing}
     if outcome is not None:
         share = split.partition.shares[outcome.tp_rank]
         spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
         row.update(replica=outcome.replica, tp_rank=outcome.tp_rank, weight_bytes=outcome.weight_bytes,
                    kv_bytes_per_token=round(_cache_token_bytes(settings, job, split, outcome.tp_rank)))
     for name, span in spans.items():
-        row[f"{name}_start"], row[f"{name}_stop"] = (span.start, span.stop) if span is not None else (0, 0)
+        row[f"{name}_start"], row[f"{name}_stop"] = span.start, span.stop
     return row

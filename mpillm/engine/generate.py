@@ -271,6 +271,7 @@ class BatchLoop:
                         sequence.generated, live.logprobs,
                         live.top if request.sampling.logprobs is not None else None, text,
                         live.finish_reason, live.stop_reason)
+        assert live.started is not None, "a sequence finished that never ran"
         prefilled = live.prefilled if live.prefilled is not None else now
         first = live.first_token if live.first_token is not None else now
         timing = Timing(live.started, prefilled - live.started, first, now - first)

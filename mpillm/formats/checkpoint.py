@@ -229,9 +229,9 @@ class Checkpoint:
         _read_rows(stored, raw, ordered, blocks)
         if order is not None:
             raw[order] = raw.copy()
-        raw = raw.reshape(len(index), len(blocks), 34)
-        codes = raw[:, :, 2:].reshape(len(index), len(span)).view(np.int8)
-        return np.ascontiguousarray(raw[:, :, :2]).view(np.float16)[:, :, 0], codes
+        shaped = raw.reshape(len(index), len(blocks), 34)
+        codes = shaped[:, :, 2:].reshape(len(index), len(span)).view(np.int8)
+        return np.ascontiguousarray(shaped[:, :, :2]).view(np.float16)[:, :, 0], codes
 
     def _find(self, name: str) -> Stored:
         stored = self._stored.get(name)
@@ -287,7 +287,7 @@ def _read_rows(stored: Stored, part: np.ndarray, rows: np.ndarray, blocks: range
     count, part_bytes = part.shape
     if not part.size:
         return
-    view = memoryview(part.reshape(-1))
+    view = part.reshape(-1).data
     row_bytes = stored.info.shape[-1] // stored.info.block * stored.block_bytes
     offsets = (rows * row_bytes + (stored.offset + blocks.start * stored.block_bytes)).tolist()
     if part_bytes != row_bytes:

@@ -29,14 +29,14 @@ def decode(dtype: str, raw: np.ndarray, block_bytes: int, out: np.ndarray) -> No
     Types other than F32, F16 and BF16 are stored in blocks of ``block_bytes``.
     """
     if dtype in _PLAIN:
-        values, flat = raw.reshape(-1).view(_PLAIN[dtype]), out.reshape(-1)
+        stored, flat = raw.reshape(-1).view(_PLAIN[dtype]), out.reshape(-1)
         for at in range(0, len(flat), SLICE_VALUES):
             if dtype == "BF16":
                 bits = flat[at:at + SLICE_VALUES].view(np.uint32)
-                bits[:] = values[at:at + SLICE_VALUES]
+                bits[:] = stored[at:at + SLICE_VALUES]
                 bits <<= 16
             else:
-                flat[at:at + SLICE_VALUES] = values[at:at + SLICE_VALUES]
+                flat[at:at + SLICE_VALUES] = stored[at:at + SLICE_VALUES]
         return
     blocks = raw.reshape(-1, block_bytes)
     values = out.reshape(len(blocks), -1)

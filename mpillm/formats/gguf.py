@@ -235,7 +235,7 @@ class GgufFile(Checkpoint):
 
     def _open(self, path: str) -> None:
         part = self._part(path)
-        count = _natural(part, "split.count", 1)
+        count = _natural(part, "split.count", 1) or 1
         parts = [part] if count <= 1 else self._set(part, count)
         self.metadata = parts[0].metadata
         shared = parts[0].alignment()

@@ -51,7 +51,7 @@ from mpillm.formats.hdf5_schema import (
     step_table,
 )
 
-__all__ = ["FailedRow", "LogitsPart", "RANKS", "ReplicaPart", "SCHEMA_VERSION", "STEPS", "SequenceRecord",
+__all__ = ["LogitsPart", "RANKS", "ReplicaPart", "SCHEMA_VERSION", "STEPS", "SequenceRecord",
            "check_output", "discard_parts", "fold", "logits_part_path", "rank_table", "replica_part_path",
            "step_table", "whole_requests"]
 
@@ -142,7 +142,7 @@ def discard_parts(parts_dir: _Path) -> None:
 def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], steps: np.ndarray,
          ranks: np.ndarray, failed: Sequence[tuple[int, int, str | None, int, str]], overwrite: bool, *,
          compress: bool = True, threads: int | None = None, slab_bytes: int = 32 << 20,
-         expected: Sequence[str] | None = None) -> dict[str, Any]:
+         expected: Sequence[str | None] | None = None) -> dict[str, Any]:
     """Makes the output from closed parts, named ``.tmp`` until it is complete, then removes the parts.
 
     Parameters
@@ -153,7 +153,8 @@ def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], steps:
     steps, ranks
         structured arrays with the columns of ``STEPS`` and ``RANKS`` (``step_table``, ``rank_table``).
     failed
-        lines without a result: (index, line, custom_id, status, error), see ``FailedRow``.
+        lines that failed before they reached a replica: (index, line, custom_id, status, error), the index
+        counting with the requests.
     overwrite
         whether an output that exists by now may be replaced; if not, the finished file stays ``.tmp``.
     threads
@@ -161,14 +162,15 @@ def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], steps:
     slab_bytes
         logits in memory at a time.
     expected
-        paths of the parts (as other hosts' new files may be unseen for a while in a shared folder's listing);
-        default: the listing.
+        ``path`` of every part (as other hosts' new files may be unseen for a while in a shared folder's
+        listing), None is skipped; default: the listing.
 
     Returns
     -------
     dict
         path, bytes, requests, failed, sequences, prompt_tokens, completion_tokens, logits_rows,
-        logits_clamped (values beyond f16), logits_dropped (rows of requests that were never recorded)
+        logits_clamped (values beyond f16), logits_dropped (rows of requests that were never recorded),
+        warning (None, or why the parts could not be removed)
 
     Raises
     ------
@@ -195,13 +197,17 @@ def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], steps:
     finally:
         parts.close()
     _move_into_place(unfinished, target, overwrite)
-    discard_parts(parts_dir)
-    return {"path": target, "bytes": os.path.getsize(target), **summary}
+    warning = None
+    try:
+        discard_parts(parts_dir)
+    except OutputError as error:
+        warning = str(error)
+    return {"path": target, "bytes": os.path.getsize(target), **summary, "warning": warning}
 
 
-def _part_paths(parts_dir: _Path, expected: Sequence[str] | None) -> list[str]:
+def _part_paths(parts_dir: _Path, expected: Sequence[str | None] | None) -> list[str]:
     if expected is not None:
-        return list(expected)
+        return [path for path in expected if path is not None]
     try:
         return [os.path.join(parts_dir, name) for name in os.listdir(parts_dir)]
     except OSError as error:

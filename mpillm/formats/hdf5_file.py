@@ -293,7 +293,7 @@ class RowWriter:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 and self._compress else None
 
     @staticmethod
-    def create(file: h5py.File, name: str, rows: int, width: int, dtype: str, compress: bool) -> h5py.Dataset:
+    def create(file: h5py.File, name: str, rows: int, width: int, dtype: Any, compress: bool) -> h5py.Dataset:
         """An empty dataset [rows, width], growing along its first axis."""
         filters = dict(compression="gzip", compression_opts=1, shuffle=True) if compress else {}
         return file.create_dataset(name, (rows, width), dtype, maxshape=(None, width), chunks=(1, width),
@@ -318,4 +318,4 @@ def _shuffle_and_deflate(row: np.ndarray) -> bytes:
     """The bytes of HDF5's shuffle and deflate filters for one contiguous row."""
     planes = np.ascontiguousarray(row.view(np.uint8).reshape(-1, row.itemsize).T)
     deflate = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 8, zlib.Z_RLE)
-    return deflate.compress(planes) + deflate.flush()
+    return deflate.compress(planes.data) + deflate.flush()

@@ -1,13 +1,14 @@
 """Folds the parts of a run into one file: requests in line order, logits in sequence order.
 
 Streamed: tables and flat arrays in slabs of some thousand requests, logits in slabs of ``slab_bytes``.
-Held for the whole fold: some 200 bytes per request, 16 per sequence and 40 per row of logits and rank.
+Held for the whole fold: some 200 bytes per request, 16 per sequence and 150 per row of logits.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import h5py
@@ -27,7 +28,8 @@ _SLAB_COST = 1 << 20     # pieces of requests copied at a time
 _ROW_GAP, _FLAT_GAP = 16, 4096
 
 
-class FailedRow(NamedTuple):
+@dataclass(frozen=True)
+class FailedRow:
     """A line that failed before it reached a replica; ``index`` counts with the requests."""
 
     index: int
@@ -47,7 +49,8 @@ class LogitsSet(NamedTuple):
 
 def sort_parts(paths: Sequence[str]) -> tuple[list[str], dict[int, list[str]]]:
     """Replica parts, and logits parts by replica; other files are ignored."""
-    replicas, logits = [], {}
+    replicas: list[str] = []
+    logits: dict[int, list[str]] = {}
     for path in sorted(paths):
         kind, replica = part_replica(path) or ("", -1)
         if kind == "replica":
@@ -132,10 +135,11 @@ def write_table(out: WritableFile, name: str, rows: np.ndarray, dtype: np.dtype)
     assert not missing, f"the table {name} lacks the columns {sorted(missing)}"
     table = np.empty(len(rows), dtype)
     for column in dtype.names or ():
-        values = rows[column]
         if dtype[column].hasobject:
-            values = [value if isinstance(value, bytes) else clean_text(str(value)) for value in values]
-        table[column] = values
+            table[column] = [value if isinstance(value, bytes) else clean_text(str(value))
+                             for value in rows[column]]
+        else:
+            table[column] = rows[column]
     with out.guard() as file:
         extend(_create(file, name, dtype, len(table)), table)
 
@@ -232,8 +236,8 @@ def plan_logits(parts: OpenParts, logits: dict[int, list[str]], plan: np.ndarray
     to no request. OutputError when the parts of a replica do not make up the vocabulary or differ in rows.
     """
     found = [_read_keys(parts, paths) for paths in logits.values()]
-    keys = np.concatenate([own[0][1] for own in found]) if found else np.zeros((0, 3), "<i8")
-    source = np.repeat(np.arange(len(found)), [len(own[0][1]) for own in found])
+    keys = np.concatenate([np.zeros((0, 3), "<i8"), *(own for _, own in found)])
+    ends = np.cumsum([len(own) for _, own in found])
 
     # The sequence of each key, -1 for a request that was never recorded.
     if len(plan):
@@ -253,29 +257,30 @@ def plan_logits(parts: OpenParts, logits: dict[int, list[str]], plan: np.ndarray
     rows = np.empty(len(order), LOGITS_ROWS)
     rows["sequence"], rows["position"] = sequence[order], keys[order, 2]
     counts = np.bincount(sequence[order], minlength=int(plan["n_choices"].sum()))
-    sets = [LogitsSet([path for _, _, path in own], [span for span, _, _ in own], place[source == number])
-            for number, own in enumerate(found)]
+    sets = [LogitsSet([path for _, path in columns], [span for span, _ in columns], place[end - len(own):end])
+            for (columns, own), end in zip(found, ends, strict=True)]
     return sets, rows, counts, int(np.count_nonzero(sequence < 0))
 
 
-def _read_keys(parts: OpenParts, paths: list[str]) -> list[tuple[tuple[int, int], np.ndarray, str]]:
-    """(columns, keys [rows, 3], path) of one replica's logits parts, by columns; all keys are the same."""
-    own = []
+def _read_keys(parts: OpenParts, paths: list[str]) -> tuple[list[tuple[tuple[int, int], str]], np.ndarray]:
+    """((columns, path) of one replica's logits parts, by columns; their keys [rows, 3], all the same)."""
+    columns, keys = [], np.zeros((0, 3), "<i8")
     for path in paths:
         with reading(path):
             file = parts(path)
             low, high = (int(file["logits"].attrs[name]) for name in ("vocab_start", "vocab_stop"))
-            own.append(((low, high), file["keys"][:, :3], path))
-    own.sort(key=lambda part: part[0])
+            own = file["keys"][:, :3]
+        keys = keys if columns else own
+        columns.append(((low, high), path))
+        if not np.array_equal(keys, own):
+            raise OutputError(f"the logits parts {paths[0]} and {path} differ in rows: one was cut off")
+    columns.sort()
     reached = 0
-    for span, keys, path in own:
-        if span[0] != reached:
-            raise OutputError(f"the logits part before {path} is missing: columns {reached} to {span[0]}")
-        if not np.array_equal(keys, own[0][1]):
-            raise OutputError(f"the logits parts {own[0][2]} and {path} differ in rows: one was cut off")
-        reached = span[1]
-    # One array for all parts: they are equal.
-    return [(span, own[0][1], path) for span, _, path in own]
+    for (low, high), path in columns:
+        if low != reached:
+            raise OutputError(f"the logits part before {path} is missing: columns {reached} to {low}")
+        reached = high
+    return columns, keys
 
 
 def write_logits(out: WritableFile, parts: OpenParts, sets: list[LogitsSet], rows: np.ndarray, *,

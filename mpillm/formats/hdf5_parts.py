@@ -22,7 +22,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -50,6 +50,7 @@ RANGES = (("first_sequence", "n_choices", ("sequences",)),
           ("top_first", "top_count", ("top_ids", "top_values")),
           ("prompt_top_first", "prompt_top_count", ("prompt_top_ids", "prompt_top_values")))
 
+_Self = TypeVar("_Self", bound="_Part")
 Alternatives = Sequence[tuple[int, float]]
 
 
@@ -99,8 +100,8 @@ class _Part:
     """What both kinds of parts share: opening, timed flushes, closing, ``with``."""
 
     def __init__(self, path: str | os.PathLike[str], flush_seconds: float) -> None:
-        self.path = os.fspath(path)
-        self._out = WritableFile(self.path, exclusive=True)
+        self.path: str | None = os.fspath(path)
+        self._out = WritableFile(os.fspath(path), exclusive=True)
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
 
     def flush(self) -> None:
@@ -110,7 +111,8 @@ class _Part:
         self._out.flush()
         self._flushed = time.monotonic()
 
-    def _flush_if_due(self) -> None:
+    def flush_if_due(self) -> None:
+        """For long steps without news: flushes when the last flush is ``flush_seconds`` ago. OutputError."""
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
 
@@ -126,7 +128,7 @@ class _Part:
     def _write_waiting(self, file: h5py.File) -> None:
         raise NotImplementedError
 
-    def __enter__(self):  # noqa: ANN204 (Self is newer than Python 3.10)
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -183,7 +185,7 @@ class ReplicaPart(_Part):
 
         if sum(len(array) for arrays in self._waiting.values() for array in arrays) > self.WAITING:
             self.flush()
-        self._flush_if_due()
+        self.flush_if_due()
 
     def _add_prompts(self, prompts: Sequence[Any], logprobs: Sequence[Any] | None,
                      top: Sequence[Any] | None) -> list[int]:
@@ -237,7 +239,8 @@ class LogitsPart(_Part):
     """One rank's columns ``vocab_start`` to ``vocab_stop`` of the logits (``logits_part_path``).
 
     ``dtype`` f16 or f32. In f16 a finite value beyond 65504 is stored as 65504 with its sign and counted
-    in ``clamped``; infinities and nan stay what they are. No file is made when the rank owns no columns.
+    in ``clamped``; infinities and nan stay what they are. When the rank owns no columns, no file is made and
+    ``path`` is None.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_start: int, vocab_stop: int, dtype: str,
@@ -246,8 +249,9 @@ class LogitsPart(_Part):
         assert 0 <= vocab_start <= vocab_stop, f"vocabulary rows {vocab_start} to {vocab_stop}"
         self.clamped = 0
         self._width = vocab_stop - vocab_start
-        self._kind = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}[dtype]
+        self._kind: np.dtype = np.dtype({"f16": "<f2", "f32": "<f4"}[dtype])
         if self._width == 0:
+            self.path = None
             return
         super().__init__(path, flush_seconds)
         with self._out.guard() as file:
@@ -273,7 +277,11 @@ class LogitsPart(_Part):
             self._writer.write(range(start, start + len(rows)), rows)
             extend(self._keys, np.asarray(keys, "<i8"))
         self.clamped += clamped
-        self._flush_if_due()
+        self.flush_if_due()
+
+    def flush_if_due(self) -> None:
+        if self._width:
+            super().flush_if_due()
 
     def flush(self) -> None:
         if self._width:
@@ -294,7 +302,8 @@ def whole_requests(file: h5py.File) -> int:
     rows = file["requests"].fields(columns)[:]
     whole = rows["line"] > 0
     for first, count, names in RANGES:
-        whole &= rows[first] + rows[count] <= min(len(file[name]) for name in names)
+        length = min(len(file[name]) for name in names)
+        whole &= (rows[first] >= 0) & (rows[count] >= 0) & (rows[count] <= length - rows[first])
     return len(rows) if whole.all() else int(np.argmin(whole))
 
 

@@ -126,8 +126,9 @@ def _limit(places: list[RankCores], threads: int | None, quota: float | None) ->
     if threads is not None:
         low, high = min(p.limit for p in places), max(p.limit for p in places)
         if threads > low:
-            lines.append(f"--threads {threads}: ranks have {low if low == high else f'{low} to {high}'} CPU(s) "
-                         "of their own, more threads would wait for each other; using that many")
+            range_ = f"{low}" if low == high else f"{low} to {high}"
+            lines.append(f"--threads {threads}: ranks have {range_} CPU(s) "
+                         "of their own, more threads would only wait; using that many")
         places[:] = [replace(p, threads=min(threads, p.limit)) for p in places]
     if quota is not None and sum(p.threads for p in places) > quota:
         each = max(1, int(quota / len(places)))

@@ -21,15 +21,17 @@ from mpillm.partition import Share
 
 # Tensors of a layer by the names of Hugging Face checkpoints; `models.weights` has GGUF's names for them.
 LAYER = "model.layers.{}."
-WEIGHTS = {
-    "attention_norm": "input_layernorm.weight",
+MATRICES = {   # tensors that are packed together, each with .weight and perhaps .bias
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+VECTORS = {
+    "attention_norm": "input_layernorm.weight",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
-    "output": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm.weight",
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": "mlp.down_proj",
 }
 FINAL_NORM = "model.norm.weight"
 
@@ -87,14 +89,14 @@ def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | N
     share, kv_rows = load.share, load.share.kv_columns
 
     def norm(which: str) -> RMSNorm:
-        return RMSNorm(load.vector(prefix + WEIGHTS[which]), config.rms_eps)
+        return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps)
 
     def head_norm(which: str) -> HeadRMSNorm | None:
-        return HeadRMSNorm(load.vector(prefix + WEIGHTS[which]), config.rms_eps) if config.qk_norm else None
+        return HeadRMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps) if config.qk_norm else None
 
-    qkv = load.columns([prefix + name for name in WEIGHTS["qkv"]], [load.query_rows(), kv_rows, kv_rows])
-    attention = Attention(index, heads, qkv, load.rows(prefix + WEIGHTS["output"], load.query_rows()),
+    qkv = load.columns([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
+    attention = Attention(index, heads, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
                           head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
-    gate_up = load.columns([prefix + name for name in WEIGHTS["gate_up"]], [share.columns, share.columns])
-    mlp = GatedMLP(gate_up, load.rows(prefix + WEIGHTS["down"], share.columns))
+    gate_up = load.columns([prefix + name for name in MATRICES["gate_up"]], [share.columns, share.columns])
+    mlp = GatedMLP(gate_up, load.rows(prefix + MATRICES["down"][0], share.columns))
     return Block(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

@@ -76,14 +76,14 @@ class Loader:
             first -= first % Q8_BLOCK
             last = min(-(-last // Q8_BLOCK) * Q8_BLOCK, k_full)
         weight = self._pack([_Piece(name + ".weight", Span(0, n_out))], range(first, last))
-        bias = self.weights.read(name + ".bias") if self.weights.has(name + ".bias") else None
-        return RowLinear(weight, self._finite(name + ".bias", bias), k_full, span.start - first, self.reducer)
+        bias = self.vector(name + ".bias") if self.weights.has(name + ".bias") else None
+        return RowLinear(weight, bias, k_full, span.start - first, self.reducer)
 
     def vector(self, name: str) -> np.ndarray:
         """A whole tensor of one axis, float32."""
-        values = np.ascontiguousarray(self.weights.read(name), np.float32)
+        values = self._finite(name, np.ascontiguousarray(self.weights.read(name), np.float32))
         self.nbytes += values.nbytes
-        return self._finite(name, values)
+        return values
 
     def embedding_and_head(self) -> tuple[VocabEmbedding, VocabHead]:
         """The owned vocabulary rows; tied models hold them once."""
@@ -103,7 +103,9 @@ class Loader:
             return None
         parts = [self.weights.read(name + ".bias", span.range()) if self.weights.has(name + ".bias")
                  else np.zeros(span.size, np.float32) for name, span in zip(names, spans, strict=True)]
-        return self._finite(names[0] + ".bias", np.concatenate(parts).astype(np.float32))
+        bias = self._finite(names[0] + ".bias", np.concatenate(parts).astype(np.float32))
+        self.nbytes += bias.nbytes
+        return bias
 
     def _pack(self, pieces: Sequence[_Piece], columns: range) -> kernels.PackedMatrix:
         """Stream the pieces, a chunk of rows at a time, into one packed matrix."""
@@ -111,6 +113,8 @@ class Loader:
         k = len(columns)
         k_stored = -(-k // Q8_BLOCK) * Q8_BLOCK if packed_as == "q8_0" else k
         packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored)
+        if not k:                       # a rank that owns no inputs adds nothing to the sum
+            packer.put(0, np.zeros((packer.n, 0), np.float32))
         at = 0
         for piece in pieces if k else ():
             raw = packed_as == "q8_0" and self.weights.info(piece.name).dtype == "Q8_0" and k == k_stored
@@ -137,8 +141,8 @@ class Loader:
                              "use --weights bf16 or f32")
 
     @staticmethod
-    def _finite(name: str, values: np.ndarray | None) -> np.ndarray | None:
-        if values is not None and not np.isfinite(values).all():
+    def _finite(name: str, values: np.ndarray) -> np.ndarray:
+        if not np.isfinite(values).all():
             count = int(np.count_nonzero(~np.isfinite(values)))
             raise ModelError(f"tensor {name} has {count} values that are NaN or infinite: the file is damaged")
         return values

@@ -32,11 +32,10 @@ def gguf_config(checkpoint: Checkpoint, name: str = "") -> ModelConfig:
     """
     meta = Fields(checkpoint.path, checkpoint.metadata)
     arch = _architecture(meta)
-    fields = Fields(f"{meta.where}: {arch}", {key[len(arch) + 1:]: value for key, value in meta.values.items()
-                                              if key.startswith(arch + ".")})
+    values = {key[len(arch) + 1:]: value for key, value in meta.values.items() if key.startswith(arch + ".")}
+    fields = Fields(f"{meta.where}: {arch}", values)
     _refuse_unsupported(fields)
-    for key in _PER_LAYER:
-        fields.values[key] = _uniform(fields, key)
+    values.update({key: _uniform(fields, key) for key in _PER_LAYER})
     if fields.natural("expert_count", 0):
         count = fields.get("expert_count")
         raise meta.error(f"architecture {arch} with {count} experts (mixture of experts) is not supported; "

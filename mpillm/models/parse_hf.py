@@ -57,7 +57,7 @@ def hf_config(where: str, config: Mapping[str, Any], generation: Mapping[str, An
 def _architecture(fields: Fields) -> str:
     named, model_type = fields.get("architectures"), fields.text("model_type")
     if named is None or named == []:
-        if model_type not in ARCHITECTURES.values():
+        if model_type is None or model_type not in ARCHITECTURES.values():
             raise fields.error(f"model_type {shown(model_type)} is not supported; these are: {SUPPORTED}")
         return model_type
     found = named[0] if isinstance(named, list) else None

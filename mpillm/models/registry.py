@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpillm import kernels
@@ -19,33 +19,33 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 _BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}
 
 
+def layer_matrices(layer: int, group: str) -> tuple[str, ...]:
+    """Full names of the weights of one packed matrix of a layer."""
+    return tuple(f"{llama.LAYER.format(layer)}{name}.weight" for name in llama.MATRICES[group])
+
+
 def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
     """The formats that the model's matrices will have in memory."""
-    names = [(f"{llama.LAYER.format(i)}{name}.weight",) for i in range(config.n_layers)
-             for name in (llama.WEIGHTS["output"], llama.WEIGHTS["down"])]
-    names += [tuple(f"{llama.LAYER.format(i)}{name}.weight" for name in llama.WEIGHTS[group])
-              for i in range(config.n_layers) for group in ("qkv", "gate_up")]
-    names += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
-    return {memory_format(weights, group, asked) for group in names}
+    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES]
+    groups += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
+    return {memory_format(weights, group, asked) for group in groups}
 
 
 def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     """The figures that the split depends on, with the bytes that a weight takes in memory."""
-    def formats(names: tuple[str, ...] | str) -> list[str]:
-        group = (names,) if isinstance(names, str) else names
-        return [memory_format(weights, [llama.LAYER.format(i) + name + ".weight" for name in group], asked)
-                for i in range(config.n_layers)]
+    def in_memory(group: str) -> list[str]:
+        return [memory_format(weights, layer_matrices(i, group), asked) for i in range(config.n_layers)]
 
     def mean(found: list[str]) -> float:
         return sum(_BYTES[name] for name in found) / len(found)
 
-    down = formats(llama.WEIGHTS["down"])
+    down = in_memory("down")
     head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
         vocab=config.vocab, column_unit=Q8_BLOCK if "q8_0" in down else 16,
-        bytes_attn=mean(formats(llama.WEIGHTS["qkv"])), bytes_ffn=mean(down),
+        bytes_attn=mean(in_memory("qkv")), bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
 
 
@@ -53,23 +53,27 @@ def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, as
     """Bytes of packed weights and vectors that ``rank`` holds: what the loader will allocate, without reading."""
     share, total = partition.shares[rank], 0
 
-    def packed(names: list[str], n: int, k: int, before: int = 0) -> int:
+    def packed(names: Sequence[str], n: int, k: int, before: int = 0) -> int:
         kind = memory_format(weights, names, asked)
         if kind == "q8_0" and k:
             k = -(-(before % Q8_BLOCK + k) // Q8_BLOCK) * Q8_BLOCK
         return kernels.packed_nbytes(kind, n, k)
 
-    q_rows = share.heads.size * config.head_dim
+    q_rows, q_before = share.heads.size * config.head_dim, share.heads.start * config.head_dim
     for i in range(config.n_layers):
-        def full(names: tuple[str, ...] | str, i: int = i) -> list[str]:
-            group = (names,) if isinstance(names, str) else names
-            return [llama.LAYER.format(i) + name + ".weight" for name in group]
-
-        total += packed(full(llama.WEIGHTS["qkv"]), q_rows + 2 * share.kv_columns.size, config.hidden)
-        total += packed(full(llama.WEIGHTS["output"]), config.hidden, q_rows, share.heads.start * config.head_dim)
-        total += packed(full(llama.WEIGHTS["gate_up"]), 2 * share.columns.size, config.hidden)
-        total += packed(full(llama.WEIGHTS["down"]), config.hidden, share.columns.size, share.columns.start)
-        total += 4 * (2 * config.hidden + (2 * config.head_dim if config.qk_norm else 0))
+        total += packed(layer_matrices(i, "qkv"), q_rows + 2 * share.kv_columns.size, config.hidden)
+        total += packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
+        total += packed(layer_matrices(i, "gate_up"), 2 * share.columns.size, config.hidden)
+        total += packed(layer_matrices(i, "down"), config.hidden, share.columns.size, share.columns.start)
+        total += 4 * _vector_values(config, q_rows + 2 * share.kv_columns.size, share.columns.size)
     for name in ["model.embed_tokens.weight"] + ([] if config.tied else ["lm_head.weight"]):
         total += packed([name], share.vocab.size, config.hidden)
     return total + 4 * config.hidden
+
+
+def _vector_values(config: ModelConfig, qkv_rows: int, columns: int) -> int:
+    """Values in the norms and biases of one layer that a rank holds."""
+    values = 2 * config.hidden + (2 * config.head_dim if config.qk_norm else 0)
+    values += qkv_rows if config.qkv_bias else 0
+    values += config.hidden if config.output_bias else 0
+    return values + (2 * columns + config.hidden if config.mlp_bias else 0)

@@ -32,7 +32,7 @@ from mpillm.formats.hdf5 import (
     replica_part_path,
     whole_requests,
 )
-from mpillm.formats.hdf5_file import OpenParts, WritableFile, extend, gather
+from mpillm.formats.hdf5_file import OpenParts, WritableFile, _Disk, extend, gather
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "formats.md"
@@ -233,7 +233,7 @@ def test_logits_rows_are_those_of_their_keys(tmp_path, dtype, how):
 
 
 def test_small_slabs_give_the_same_file(tmp_path, finished, monkeypatch):
-    monkeypatch.setattr(hdf5_fold, "_SLAB_COST", 300)
+    monkeypatch.setattr(hdf5_fold, "_SLAB_COST", 1000)
     monkeypatch.setattr(hdf5_fold, "_ROW_GAP", 0)
     monkeypatch.setattr(hdf5_fold, "_FLAT_GAP", 1)
     monkeypatch.setattr(OpenParts.__init__, "__defaults__", (1,))  # fewer open files than parts
@@ -398,6 +398,7 @@ def test_damaged_and_missing_parts(tmp_path):
 def test_random_damage_never_gives_another_error(tmp_path, position):
     path, parts = two_logits_parts(tmp_path, ((0, 16), (16, 48)))
     replica = Path(replica_part_path(parts, 0))
+    assert len(replica.read_bytes()) > 20_000
     data = bytearray(replica.read_bytes())
     start = int(len(data) * position)
     data[start:start + 4096] = np.random.default_rng(start).bytes(min(4096, len(data) - start))
@@ -478,6 +479,14 @@ def test_stale_parts(tmp_path):
         check_output(path, False)
 
 
+def test_parts_that_cannot_be_removed_are_a_warning(tmp_path):
+    path = tmp_path / "out.h5"
+    parts = check_output(path, False)
+    (Path(parts) / "mine.txt").write_text("precious")
+    summary = fold(path, parts, HEADER, steps_table(), ranks_table(), [], False, expected=[None])
+    assert "cannot remove" in summary["warning"] and h5py.is_hdf5(path)
+
+
 def test_a_link_keeps_its_place(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "out.h5").symlink_to(tmp_path / "scratch" / "real.h5")
@@ -517,7 +526,7 @@ def full_disk(size: int) -> None:
 
 def test_disk_full_while_writing_parts(tmp_path):
     done = in_process("""
-        full_disk(400_000)
+        full_disk(250_000)
         folder, often = sys.argv[1], dict(flush_seconds=0)
         parts = {"replica": ReplicaPart(folder + "/replica-00000.h5", **often),
                  "logits": LogitsPart(folder + "/logits-00000-00000.h5", 0, 3000, "f32", **often)}
@@ -633,6 +642,39 @@ def test_gather(tmp_path_factory, pieces, gap):
     with h5py.File(path) as file:
         found = gather(file["x"], starts, counts, gap)
     assert found.tolist() == [value for start, count in pieces for value in data[start:start + count]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 20_000), st.integers(1, 9000)),
+    st.tuples(st.just("read"), st.integers(0, 30_000), st.integers(0, 9000)),
+    st.tuples(st.just("truncate"), st.integers(0, 30_000), st.just(0)),
+    st.tuples(st.just("commit"), st.just(0), st.just(0))), max_size=25))
+def test_the_disk_is_a_file_that_changes_by_commits(tmp_path_factory, steps):
+    path = tmp_path_factory.getbasetemp() / "disk"
+    disk, twin, valid = _Disk(str(path), os.O_TRUNC), bytearray(), b""
+    for number, (kind, offset, size) in enumerate(steps):
+        if kind == "write":
+            data = bytes([number + 1]) * size
+            disk.seek(offset)
+            assert disk.write(data) == size and disk.tell() == offset + size
+            twin.extend(bytes(max(0, offset + size - len(twin))))
+            twin[offset:offset + size] = data
+        elif kind == "read":
+            offset = min(offset, len(twin))
+            disk.seek(offset)
+            assert disk.read(size)[:len(twin) - offset] == twin[offset:offset + size]
+        elif kind == "truncate" and offset >= len(twin):  # HDF5 cuts only what it has not written
+            disk.truncate(offset)
+            twin.extend(bytes(offset - len(twin)))
+        elif kind == "commit":
+            disk.commit()
+            valid = bytes(twin)
+            assert path.read_bytes() == valid
+        assert disk.seek(0, 2) == len(twin)
+        assert path.read_bytes()[:len(valid)] == valid
+    disk.finish(sync=True)
+    assert disk.error is None
 
 
 def test_between_flushes_the_file_on_disk_is_the_flushed_one(tmp_path):

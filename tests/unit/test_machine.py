@@ -212,7 +212,7 @@ def test_masks_that_overlap():
     assert len(plan.warnings) == 1 and "overlap on CPUs 4-5" in plan.warnings[0]
 
 
-@pytest.mark.parametrize("asked, threads, warned", [(1, 1, False), (4, 4, False), (8, 8, False), (9, 8, True)])
+@pytest.mark.parametrize("asked, threads, warned", [(1, 1, 0), (4, 4, 0), (8, 8, 0), (9, 8, 1)])
 def test_threads_that_are_asked_for(tmp_path, asked, threads, warned):
     plan = affinity.plan(topology.read_topology(str(two_sockets(tmp_path))), [range(16)] * 2, asked)
     assert [r.threads for r in plan.ranks] == [threads] * 2     # up to the hyperthreads when asked for
@@ -253,14 +253,16 @@ def test_any_masks_give_a_plan(masks, threads, quota):
 def test_pinning_holds_for_new_threads():
     script = ("import os, threading\nfrom mpillm.machine import affinity\n"
               "cpu = min(affinity.own_mask())\naffinity.pin([cpu])\nseen = []\n"
-              "t = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\nt.start(); t.join()\n"
+              "t = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\n"
+              "t.start(); t.join()\n"
               "assert seen == [{cpu}] and affinity.own_mask() == {cpu}, seen\n")
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60,
                    env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[1])})
 
 
 @pytest.mark.parametrize("environment, expected", [
-    ({}, None), ({"PMI_SIZE": "4"}, 4), ({"OMPI_COMM_WORLD_SIZE": "3"}, 3), ({"SLURM_STEP_NUM_TASKS": "5"}, 5),
+    ({}, None), ({"PMI_SIZE": "4"}, 4), ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+    ({"SLURM_STEP_NUM_TASKS": "5"}, 5),
     ({"SLURM_NTASKS": "5"}, None),                                   # a batch script, no step: one process
     ({"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, 1),             # hydra's daemons below srun
     ({"PMI_SIZE": "many"}, None)])
@@ -330,8 +332,8 @@ def quiet_logger():
 
 
 @pytest.mark.parametrize("rank, level, expected", [
-    (0, "info", ["hello", "warning: careful"]), (0, "error", []), (3, "info", ["[rank 3 n1] warning: careful"]),
-    (3, "error", []),
+    (0, "info", ["hello", "warning: careful"]), (0, "error", []),
+    (3, "info", ["[rank 3 n1] warning: careful"]), (3, "error", []),
     (3, "debug", ["[rank 3 n1] debug: detail", "[rank 3 n1] hello", "[rank 3 n1] warning: careful"])])
 def test_log_knows_its_rank(rank, level, expected, capsys, quiet_logger):
     log.setup(5, "elsewhere", "debug")

@@ -44,7 +44,8 @@ def refused(path: str, **options: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("config", [BIASED, tiny(head_dim=24), tiny(**QWEN2), tiny(**QWEN3), tiny(num_key_value_heads=1)],
+@pytest.mark.parametrize("config", [BIASED, tiny(head_dim=24), tiny(**QWEN2), tiny(**QWEN3),
+                                    tiny(num_key_value_heads=1)],
                          ids=["biases", "wide heads", "qwen2", "qwen3", "one KV head"])
 def test_gguf_and_folder_hold_the_same_tensors(tmp_path, config):
     tensors = random_tensors(config)
@@ -74,11 +75,12 @@ def test_slices_of_permuted_rows(quantised, part, first, last, left, right):
     full, bias = quantised.read(name + ".weight"), quantised.read(name + ".bias")
     rows = range(min(first, last, len(full)), min(max(first, last), len(full)))
     cols = range(32 * min(left, right), 32 * max(left, right))
-    assert np.array_equal(quantised.read(name + ".weight", rows, cols), full[rows.start:rows.stop, cols.start:cols.stop])
+    wanted = full[rows.start:rows.stop, cols.start:cols.stop]
+    assert np.array_equal(quantised.read(name + ".weight", rows, cols), wanted)
     assert np.array_equal(quantised.read(name + ".bias", rows), bias[rows.start:rows.stop])
     scales, codes = quantised.read_q8_0(name + ".weight", rows, cols)
     values = codes * np.repeat(scales.astype(np.float32), 32, axis=1)
-    assert np.array_equal(values, full[rows.start:rows.stop, cols.start:cols.stop])
+    assert np.array_equal(values, wanted)
 
 
 def test_quantised_values_are_near_the_originals(quantised):
