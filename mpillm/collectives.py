@@ -25,7 +25,7 @@ T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
 PIECE = 1 << 24                 # bytes of one summed message: bounds the scratch memory
 GATHERED_LIMIT = 1 << 18        # bytes of all ranks' parts: up to here one all-gather beats slices (measured)
-FAREWELL = 0.25                 # seconds before an abort: launchers forward last words by and by, or drop them
+FAREWELL = 0.25                 # seconds before an abort: launchers forward last words late, or drop them
 MODES = ("ordered", "mpi")
 
 

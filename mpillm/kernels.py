@@ -20,7 +20,7 @@ from mpillm.jit import pack as _pack
 from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
 from mpillm.jit.gemm import NOTHING as _NOTHING
-from mpillm.quant.layout import FORMATS, LIMIT, PAIR, WORDS, packed_nbytes
+from mpillm.quant.layout import FORMATS, LIMIT, PAIR, WORDS, allocate, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
 BLOCK = _attention.BLOCK
@@ -40,7 +40,7 @@ def _rows(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _strided(name: str, x: np.ndarray) -> np.ndarray:
-    assert x.ndim == 2 and x.dtype == _F32 and (x.strides[1] == 4 or x.shape[1] <= 1), \
+    assert x.ndim == 2 and x.dtype == _F32 and (x.strides[1] == 4 or x.size == 0), \
         f"{name}: a [rows, n] float32 array with contiguous rows, not {x.dtype} {x.shape}, strides {x.strides}"
     return x
 
@@ -160,8 +160,6 @@ def cache_block_nbytes(kv_type: str, kv_heads: int, head_dim: int) -> int:
 
 def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """(K, V) of one layer, pages untouched until they are written."""
-    from mpillm.quant.layout import allocate
-
     k_shape, v_shape, dtype = cache_shape(kv_type, n_blocks, kv_heads, head_dim)
     k, v = (allocate(int(np.prod(shape)), dtype).reshape(shape) for shape in (k_shape, v_shape))
     return k, v

@@ -210,9 +210,10 @@ def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant") -> Partition:
     heads = _split_heads(sizes, tp)
     kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
     kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
+    # Both modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
+    columns, vocab = _split_by_bytes(sizes, heads, kv_columns)
     if kv_mode == "allgather" and width > 1:
         kv_columns = _even_kv_columns(sizes, rows, width)
-    columns, vocab = _split_by_bytes(sizes, heads, kv_columns)
     owned = zip(heads, kv_heads, kv_columns, columns, vocab, strict=True)
     shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
     return Partition(sizes, tp, kv_mode, rows, width, shares)

@@ -155,15 +155,20 @@ class BatchLoop:
         kept, keys = [], []
         for at, (part, position) in enumerate(owners):
             sequence = part.sequence
-            last_of_prompt = len(sequence.prompt) - 1
-            if self.keep_logits == "all" or position == last_of_prompt \
-                    or self.keep_logits == "generated" and position > last_of_prompt:
+            if self._keeps(sequence, position):
                 kept.append(at)
                 choice = sequence.item * sequence.request.sampling.n + sequence.sample
                 keys.append((sequence.request.index, choice, position, 0))
         if kept:
             rows = logits if len(kept) == len(logits) else logits[kept]
             self.sink.logits(np.array(keys, np.int64), rows)
+
+    def _keeps(self, sequence: Sequence, position: int) -> bool:
+        """Whether the logits of this position are stored."""
+        last_of_prompt = len(sequence.prompt) - 1
+        if self.keep_logits == "generated":
+            return position >= last_of_prompt and sequence.max_tokens > 0
+        return self.keep_logits == "all" or position == last_of_prompt
 
     def _decide(self, logits: np.ndarray, owners: list[tuple[Part, int]]) -> None:
         rows, indices = [], []

@@ -60,30 +60,51 @@ class ChatTemplate:
         budget = self._environment.budget = _Budget()
         parts: list[str] = []
         try:
-            for part in template.generate(**self.names, messages=messages, tools=tools or None, documents=None,
-                                          add_generation_prompt=True):
+            for part in template.generate(
+                **self.names,
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=True,
+            ):
                 parts.append(part)
                 budget.characters += len(part)
                 budget.step()
         except _Refusal as e:
-            raise LineError(f"the chat template refuses these messages: {e}", param="messages",
-                            code="template_refused") from e
+            raise LineError(
+                f"the chat template refuses these messages: {e}", param="messages", code="template_refused"
+            ) from e
         except _TooMuch as e:
-            raise LineError(f"the chat template was stopped: {e}", param="messages", code="template_failed") from e
-        except Exception as e:      # a template runs arbitrary expressions: whatever it raises is its line's error
-            raise LineError(f"the chat template failed: {type(e).__name__}: {_one_line(e)}", param="messages",
-                            code="template_failed") from e
+            raise LineError(
+                f"the chat template was stopped: {e}", param="messages", code="template_failed"
+            ) from e
+        except (
+            Exception
+        ) as e:  # a template runs arbitrary expressions: whatever it raises is its line's error
+            raise LineError(
+                f"the chat template failed: {type(e).__name__}: {_one_line(e)}",
+                param="messages",
+                code="template_failed",
+            ) from e
         return "".join(parts)
 
     def _choose(self, tools: list[dict] | None) -> str:
         if not self.sources:
-            raise LineError("the model has no chat template, so messages cannot be rendered: "
-                            "give one with --chat-template FILE", param="messages", code="no_chat_template")
+            raise LineError(
+                "the model has no chat template, so messages cannot be rendered: "
+                "give one with --chat-template FILE",
+                param="messages",
+                code="no_chat_template",
+            )
         if tools and "tool_use" in self.sources:
             return "tool_use"
         if "default" not in self.sources:
-            raise LineError(f"the model has chat templates named {', '.join(sorted(self.sources))} but no default: "
-                            "give one with --chat-template FILE", param="messages", code="no_chat_template")
+            raise LineError(
+                f"the model has chat templates named {', '.join(sorted(self.sources))} but no default: "
+                "give one with --chat-template FILE",
+                param="messages",
+                code="no_chat_template",
+            )
         return "default"
 
     def _template(self, name: str) -> jinja2.Template:
@@ -93,9 +114,12 @@ class ChatTemplate:
             try:
                 self._compiled[name] = self._environment.compile_bounded(self.sources[name])
             except Exception as e:
-                raise LineError(f"the chat template does not compile: {_one_line(e)}; "
-                                "give another with --chat-template FILE", param="messages",
-                                code="template_failed") from e
+                raise LineError(
+                    f"the chat template does not compile: {_one_line(e)}; "
+                    "give another with --chat-template FILE",
+                    param="messages",
+                    code="template_failed",
+                ) from e
         return self._compiled[name]
 
 
@@ -115,7 +139,7 @@ def template_from_file(path: str, names: Mapping[str, str]) -> ChatTemplate:
 
 
 class NullText(str):
-    """The content of an assistant's turn that has none: `is none` for a template, and empty text where printed."""
+    """The content of an assistant's turn without any: none to a template's tests, empty where printed."""
 
     def __eq__(self, other: object) -> bool:
         return other is None or other == ""
@@ -151,8 +175,10 @@ def _message(message: object, where: str) -> dict:
         raise LineError(f"{where}: must be an object with role and content", param="messages")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise LineError(f"{where}.role: must be a string such as \"user\", not {json.dumps(role, default=str)}",
-                        param="messages")
+        raise LineError(
+            f'{where}.role: must be a string such as "user", not {json.dumps(role, default=str)}',
+            param="messages",
+        )
     ready = {key: value for key, value in message.items() if value is not None and key != "content"}
     content = message.get("content")
     if content is None:
@@ -177,8 +203,11 @@ def _content(content: object, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise LineError(f"{where}[{i}]: a part of type {json.dumps(kind, default=str)} is not supported, "
-                            "only text is", param="messages")
+            raise LineError(
+                f"{where}[{i}]: a part of type {json.dumps(kind, default=str)} is not supported, "
+                "only text is",
+                param="messages",
+            )
         text = part.get("text")
         if not isinstance(text, str):
             raise LineError(f"{where}[{i}].text: must be a string", param="messages")
@@ -199,8 +228,11 @@ def _tool_calls(calls: object, where: str) -> list[dict]:
             except (ValueError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
-                raise LineError(f"{where}[{i}].function.arguments: must be the JSON text of an object, "
-                                f"not {json.dumps(text[:80])}", param="messages")
+                raise LineError(
+                    f"{where}[{i}].function.arguments: must be the JSON text of an object, "
+                    f"not {json.dumps(text[:80])}",
+                    param="messages",
+                )
             call = {**call, "function": {**function, "arguments": arguments}}
         ready.append(call)
     return ready
@@ -249,7 +281,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
         self.budget = _Budget()
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -274,7 +308,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 if hasattr(text, "__len__") and isinstance(times, int) and len(text) * times > MAX_CHARS:
                     raise _TooMuch(f"it makes a value of more than {MAX_CHARS} elements")
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            )
             if bits > _MAX_BITS:
                 raise _TooMuch(f"it makes a number of more than {_MAX_BITS} bits")
         if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|\*", left):
@@ -289,7 +325,9 @@ class _Bounder(NodeTransformer):
         self.environment = environment
 
     def _filter(self, node: Any, name: str, lineno: int) -> jinja2.nodes.Filter:
-        return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=lineno, environment=self.environment)
+        return jinja2.nodes.Filter(
+            node, name, [], [], None, None, lineno=lineno, environment=self.environment
+        )
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:  # noqa: N802
         self.generic_visit(node)
@@ -307,7 +345,7 @@ class _Bounder(NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks the assistant's text for training: here only its body."""
+    """`{% generation %}` ... `{% endgeneration %}` marks text to train on: here only its body counts."""
 
     tags = {"generation"}
 
@@ -332,11 +370,13 @@ def _capped(context: Any, value: Any) -> Any:
 
 def _narrow(function: Callable) -> Callable:
     """A filter that takes widths: none of them beyond the bound on text."""
+
     @wraps(function)
     def narrow(*args: Any, **kwargs: Any) -> Any:
         _check_numbers(args)
         _check_numbers(kwargs.values())
         return function(*args, **kwargs)
+
     return narrow
 
 
@@ -353,10 +393,17 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as transformers has it: not escaped for HTML, other alphabets kept."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers as `tokenizers` definitions from what is not a tokenizer.json: GGUF metadata, sentencepiece.
+"""Tokenizers of GGUF files, as the tokenizer.json documents that the `tokenizers` library reads.
 
 Two models are known: `gpt2` (byte-level BPE with one of a list of pre-tokenizers) and `llama`
 (sentencepiece BPE with scores). Both are rebuilt as the tokenizer.json that is published with such
@@ -8,43 +8,55 @@ Sources: the GGUF specification; the pre-tokenizers' names and patterns as in ll
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mpillm.errors import ModelError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6   # token types, both formats
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types, both formats
 
 SPACE_MARK = "\u2581"
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES)
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35 = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _cased(contractions: str, digits: str) -> str:
     """Words split where lower case turns to upper case: Mistral's tekken and GPT-4o."""
     lead = r"[^\r\n\p{L}\p{N}]?"
-    return (f"{lead}{_UPPER}*{_LOWER}+{contractions}|{lead}{_UPPER}+{_LOWER}*{contractions}|{digits}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES)
+    return (
+        f"{lead}{_UPPER}*{_LOWER}+{contractions}|{lead}{_UPPER}+{_LOWER}*{contractions}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+    )
 
 
-_DEEPSEEK_LETTERS = (
-    "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
-    "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
-    "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+_DEEPSEEK_LETTERS = (  # cased letters, as of the Unicode that DeepSeek took
+    "\\s?["
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-"
+    "\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b"
+    "\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59"
+    "\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3"
+    "\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d"
+    "\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184"
+    "\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-"
+    "\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-"
+    "\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+    "]+"
 )
-_DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
-_DEEPSEEK_CJK = "[一-龥ࠀ-一가-\ud7ff]+"
-_DEEPSEEK3 = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-              r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES)
+_DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
+)
 
-_DIGITS = "digits"        # every numeral a piece of its own
+_DIGITS = "digits"  # every numeral a piece of its own
 
 
 @dataclass(frozen=True)
@@ -52,9 +64,9 @@ class Pre:
     """A pre-tokenizer: patterns applied one after the other, and what else published files have with it."""
 
     patterns: tuple[str, ...]
-    nfc: bool = False            # the published tokenizer normalises to NFC first
+    nfc: bool = False  # the published tokenizer normalises to NFC first
     ignore_merges: bool = False  # a whole piece that is a token is taken as it is
-    add_bos: bool = False        # where add_bos_token is absent
+    add_bos: bool = False  # where add_bos_token is absent
 
 
 _DIGIT_BYTES = Pre((_DIGITS, _GPT2))
@@ -80,30 +92,41 @@ PRE_TOKENIZERS: Mapping[str, Pre] = {
     "qwen2": _QWEN2_PRE,
     "megrez": _QWEN2_PRE,
     "deepseek-r1-qwen": _QWEN2_PRE,
-    "qwen35": Pre((_QWEN35,), nfc=True),
     "tekken": Pre((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "gpt-4o": _GPT4O_PRE,
     "llama4": _GPT4O_PRE,
-    "deepseek-llm": Pre(("[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_PUNCTUATION, r"\s+$", _DEEPSEEK_CJK, _DIGITS)),
+    "deepseek-llm": Pre(
+        ("[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_PUNCTUATION, r"\s+$", _DEEPSEEK_CJK, _DIGITS)
+    ),
     "deepseek-coder": Pre(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, _DIGITS)),
-    "deepseek-v3": Pre((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "deepseek-v3": Pre((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
 }
 
 # Control tokens that end a text or a turn by their name alone: GGUF has one end token, folders have lists.
-_END_NAMES = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>",
-    "<|return|>", "<EOT>", "</s>",
-))
+_END_NAMES = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<|return|>",
+        "<EOT>",
+        "</s>",
+    )
+)
 
 
 @dataclass
 class Definition:
     """What a tokenizer is made of, whatever file it came from."""
 
-    model: dict                                           # as tokenizer.json has it
-    source: str                                           # for messages
-    names: dict[str, str] = field(default_factory=dict)   # bos_token, eos_token ... for the chat template
-    add_bos: bool | None = None                           # None: as the post-processor says
+    model: dict  # as tokenizer.json has it
+    source: str  # for messages
+    names: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token ... for the chat template
+    add_bos: bool | None = None  # None: as the post-processor says
     add_eos: bool | None = None
     eos_ids: frozenset[int] = frozenset()
     templates: dict[str, str] = field(default_factory=dict)
@@ -112,16 +135,25 @@ class Definition:
 def from_gguf(metadata: Mapping[str, object]) -> Definition | None:
     """The definition of the tokenizer in GGUF key/values; None where the file has none.
 
-    Raises ModelError for an unknown model or pre-tokenizer and for lists that do not fit together.
+    Raises ModelError for an unknown model or pre-tokenizer, and for values that do not fit together.
     """
+    try:
+        return _from_gguf(metadata)
+    except (TypeError, ValueError) as e:
+        raise ModelError(f"GGUF: the tokenizer's values are damaged: {e}") from e
+
+
+def _from_gguf(metadata: Mapping[str, object]) -> Definition | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
     tokens = [_text(t) for t in _array(metadata, "tokens")]
     types = [int(t) for t in _array(metadata, "token_type", [NORMAL] * len(tokens))]
     if not tokens or len(types) != len(tokens):
-        raise ModelError(f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries and token_type {len(types)}; "
-                         "the file is damaged")
+        raise ModelError(
+            f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries and token_type {len(types)}; "
+            "the file is damaged"
+        )
     # Padding of the vocabulary is no token: no published tokenizer knows these names.
     types = [UNUSED if t == f"[PAD{i}]" else k for i, (t, k) in enumerate(zip(tokens, types, strict=True))]
     unk = _id(metadata, "unknown", len(tokens))
@@ -131,8 +163,10 @@ def from_gguf(metadata: Mapping[str, object]) -> Definition | None:
     elif kind == "llama":
         scores = [float(s) for s in _array(metadata, "scores")]
         if len(scores) != len(tokens):
-            raise ModelError(f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries and scores {len(scores)}; "
-                             "the file is damaged")
+            raise ModelError(
+                f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries and scores {len(scores)}; "
+                "the file is damaged"
+            )
         prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
         unk = types.index(UNKNOWN) if unk is None and UNKNOWN in types else unk
         model, add_bos = sentencepiece_model(tokens, types, scores, unk, bool(prefix)), True
@@ -151,9 +185,15 @@ def from_gguf(metadata: Mapping[str, object]) -> Definition | None:
     return found
 
 
-def sentencepiece_model(tokens: list[str], types: list[int], scores: list[float], unk: int | None,
-                        add_prefix: bool, merges: list[tuple[str, str]] | None = None) -> dict:
-    """The tokenizer.json of a sentencepiece BPE: merges from scores, byte fallback, the space mark before text.
+def sentencepiece_model(
+    tokens: list[str],
+    types: list[int],
+    scores: list[float],
+    unk: int | None,
+    add_prefix: bool,
+    merges: list[tuple[str, str]] | None = None,
+) -> dict:
+    """The tokenizer.json of a sentencepiece BPE: merges from scores, byte fallback, a space before text.
 
     As in the published files of Llama 2 and Mistral, every stretch of text gets the prefix, also one
     that follows a control token.
@@ -165,37 +205,49 @@ def sentencepiece_model(tokens: list[str], types: list[int], scores: list[float]
     steps = [{"type": "Prepend", "prepend": SPACE_MARK}, replace] if add_prefix else [replace]
     decoders: list[dict] = [
         {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
-        {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
     ]
     if add_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _document(
-        tokens, types,
-        normalizer={"type": "Sequence", "normalizers": steps}, pre_tokenizer=None,
+        tokens,
+        types,
+        normalizer={"type": "Sequence", "normalizers": steps},
+        pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
-        model=_bpe(vocab, merges, unk_token=None if unk is None else tokens[unk], byte_fallback=BYTE in types))
+        model=_bpe(
+            vocab, merges, unk_token=None if unk is None else tokens[unk], byte_fallback=BYTE in types
+        ),
+    )
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: list[str], types: list[int]) -> tuple[dict, Pre]:
     """The tokenizer.json of a `gpt2` vocabulary, and the pre-tokenizer that the file names."""
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:
-        raise ModelError("GGUF: tokenizer.ggml.pre is missing, so how text is split is unknown: "
-                         "convert the model again with a newer converter, or use its Hugging Face folder")
+        raise ModelError(
+            "GGUF: tokenizer.ggml.pre is missing, so how text is split is unknown: "
+            "convert the model again with a newer converter, or use its Hugging Face folder"
+        )
     pre = PRE_TOKENIZERS.get(str(name))
     if pre is None:
-        raise ModelError(f"GGUF: pre-tokenizer {name!r} (tokenizer.ggml.pre) is unknown; known are "
-                         f"{', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face folder")
-    native = pre.patterns[-1] == _GPT2      # ByteLevel has that pattern built in
+        raise ModelError(
+            f"GGUF: pre-tokenizer {name!r} (tokenizer.ggml.pre) is unknown; known are "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face folder"
+        )
+    native = pre.patterns[-1] == _GPT2  # ByteLevel has that pattern built in
     steps = [_splitter(p) for p in (pre.patterns[:-1] if native else pre.patterns)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": native}
     merges = [_pair(_text(m)) for m in _array(metadata, "merges")]
     document = _document(
-        tokens, types,
+        tokens,
+        types,
         normalizer={"type": "NFC"} if pre.nfc else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, byte_level]},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        model=_bpe(_vocab(tokens), merges, ignore_merges=pre.ignore_merges))
+        model=_bpe(_vocab(tokens), merges, ignore_merges=pre.ignore_merges),
+    )
     return document, pre
 
 
@@ -205,16 +257,20 @@ def _splitter(pattern: str) -> dict:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _merges_from_scores(tokens: list[str], types: list[int], scores: list[float],
-                        vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges that scores stand for: best score first; the splits of one token by the ids of its halves."""
+def _merges_from_scores(
+    tokens: list[str], types: list[int], scores: list[float], vocab: dict[str, int]
+) -> list[tuple[str, str]]:
+    """The merges that scores stand for: best score first; splits of one token by the ids of its halves."""
     whole = {t for t, kind in zip(tokens, types, strict=True) if kind not in (UNKNOWN, CONTROL, BYTE)}
     merges: list[tuple[float, int, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind in (NORMAL, UNUSED):
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-            merges += [(-score, vocab[token], vocab[a], vocab[b], a, b)
-                       for a, b in halves if a in whole and b in whole]
+            merges += [
+                (-score, vocab[token], vocab[a], vocab[b], a, b)
+                for a, b in halves
+                if a in whole and b in whole
+            ]
     return [m[4:] for m in sorted(merges)]
 
 
@@ -225,17 +281,47 @@ def _document(tokens: list[str], types: list[int], **parts: object) -> dict:
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token and token not in seen:
             seen.add(token)
-            added.append({"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": kind != USER_DEFINED})
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-            "post_processor": None, **parts}
+            added.append(
+                {
+                    "id": i,
+                    "content": token,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": kind != USER_DEFINED,
+                }
+            )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "post_processor": None,
+        **parts,
+    }
 
 
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], *, unk_token: str | None = None,
-         byte_fallback: bool = False, ignore_merges: bool = False) -> dict:
-    return {"type": "BPE", "dropout": None, "unk_token": unk_token, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": byte_fallback,
-            "ignore_merges": ignore_merges, "vocab": vocab, "merges": [list(m) for m in merges]}
+def _bpe(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    *,
+    unk_token: str | None = None,
+    byte_fallback: bool = False,
+    ignore_merges: bool = False,
+) -> dict:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocab,
+        "merges": [list(m) for m in merges],
+    }
 
 
 def _vocab(tokens: list[str]) -> dict[str, int]:
@@ -249,7 +335,9 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 def _pair(merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise ModelError(f"GGUF: tokenizer.ggml.merges has {merge!r}, which is not a pair; the file is damaged")
+        raise ModelError(
+            f"GGUF: tokenizer.ggml.merges has {merge!r}, which is not a pair; the file is damaged"
+        )
     return left, right
 
 
@@ -259,7 +347,7 @@ def _array(metadata: Mapping[str, object], name: str, default: list | None = Non
         raise ModelError(f"GGUF: tokenizer.ggml.{name} is missing; the file's tokenizer cannot be used")
     if isinstance(value, (str, bytes, int, float)):
         raise ModelError(f"GGUF: tokenizer.ggml.{name} is not a list; the file is damaged")
-    return list(value)      # type: ignore[call-overload]
+    return list(value)  # type: ignore[call-overload]
 
 
 def _text(value: object) -> str:
@@ -274,8 +362,8 @@ def _id(metadata: Mapping[str, object], name: str, size: int) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is None:
         return None
-    number = int(value)     # type: ignore[call-overload]
-    return number if 0 <= number < size else None      # an id beyond the list stands for none
+    number = int(value)  # type: ignore[call-overload]
+    return number if 0 <= number < size else None  # an id beyond the list stands for none
 
 
 def _templates(metadata: Mapping[str, object]) -> dict[str, str]:
@@ -284,90 +372,5 @@ def _templates(metadata: Mapping[str, object]) -> dict[str, str]:
         if key == "tokenizer.chat_template":
             found["default"] = _text(value)
         elif key.startswith("tokenizer.chat_template."):
-            found[key[len("tokenizer.chat_template."):]] = _text(value)
+            found[key[len("tokenizer.chat_template.") :]] = _text(value)
     return found
-
-
-def from_sentencepiece(data: bytes, source: str) -> tuple[dict, dict[str, str]]:
-    """The tokenizer.json of a `tokenizer.model` file (protobuf ModelProto), and the names of its specials.
-
-    Only BPE models without character normalisation (Llama, Mistral); others raise ModelError.
-    """
-    missing = "and tokenizer.json is missing"
-    try:
-        pieces, trainer, normalizer = _sentencepiece_fields(data)
-    except (ValueError, LookupError, AttributeError, TypeError, struct.error) as e:
-        raise ModelError(f"{source} is not a sentencepiece model, {missing}: put tokenizer.json beside it") from e
-    if trainer.get(3, 1) != 2 or normalizer.get(2):
-        raise ModelError(f"{source} is a sentencepiece model other than plain BPE, {missing}: "
-                         "put tokenizer.json beside it")
-    if not pieces:
-        raise ModelError(f"{source} holds no tokens, {missing}: put tokenizer.json beside it")
-    tokens = [p[0].replace(SPACE_MARK, " ") if p[2] == USER_DEFINED else p[0] for p in pieces]
-    types, scores = [p[2] for p in pieces], [p[1] for p in pieces]
-    unk = types.index(UNKNOWN) if UNKNOWN in types else None
-    model = sentencepiece_model(tokens, types, scores, unk, bool(normalizer.get(3, 1)))
-    defaults = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
-    ids = {name: _signed(trainer.get(number, default)) for name, (number, default) in defaults.items()}
-    return model, {name: tokens[i] for name, i in ids.items() if 0 <= i < len(tokens)}
-
-
-def _signed(value: object) -> int:
-    number = int(value)     # type: ignore[call-overload]
-    return number - (1 << 64) if number >> 63 else number
-
-
-def _sentencepiece_fields(data: bytes) -> tuple[list[tuple[str, float, int]], dict, dict]:
-    """Pieces (text, score, type), and the trainer's and normalizer's scalar fields by number."""
-    pieces: list[tuple[str, float, int]] = []
-    trainer: dict = {}
-    normalizer: dict = {}
-    for number, value in _protobuf(data):
-        if number == 1:
-            piece = dict(_protobuf(value))
-            pieces.append((piece[1].decode("utf-8"), float(piece.get(2, 0.0)), int(piece.get(3, NORMAL))))
-        elif number == 2:
-            trainer = dict(_protobuf(value))
-        elif number == 3:
-            normalizer = dict(_protobuf(value))
-    return pieces, trainer, normalizer
-
-
-def _protobuf(data: object):
-    """Yield (field number, value) of a protobuf message: ints, floats (32 and 64 bits) and bytes."""
-    if not isinstance(data, bytes):
-        raise ValueError("a message was expected")
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if number == 0:
-            raise ValueError("field number 0")
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-        elif wire == 5:
-            yield number, struct.unpack_from("<f", data, at)[0]
-            at += 4
-        elif wire == 1:
-            yield number, struct.unpack_from("<d", data, at)[0]
-            at += 8
-        elif wire == 2:
-            size, at = _varint(data, at)
-            if size > len(data) - at:
-                raise ValueError("a field runs past the end")
-            yield number, data[at:at + size]
-            at += size
-        else:
-            raise ValueError(f"wire type {wire}")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number of more than 10 bytes")

@@ -217,7 +217,7 @@ def reading(path: str) -> Iterator[None]:
     """Failures of h5py while reading ``path`` become an OutputError naming it."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise OutputError(f"cannot read {path}: {reason(error)}") from error
 
 

@@ -264,7 +264,8 @@ def plan_logits(parts: OpenParts, logits: dict[int, list[str]], plan: np.ndarray
 
 def _read_keys(parts: OpenParts, paths: list[str]) -> tuple[list[tuple[tuple[int, int], str]], np.ndarray]:
     """((columns, path) of one replica's logits parts, by columns; their keys [rows, 3], all the same)."""
-    columns, keys = [], np.zeros((0, 3), "<i8")
+    columns: list[tuple[tuple[int, int], str]] = []
+    keys = np.zeros((0, 3), "<i8")
     for path in paths:
         with reading(path):
             file = parts(path)

@@ -60,7 +60,7 @@ def cache_write(k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_se
     return lost
 
 
-@policy.helper
+@policy.inlined
 def _block_step(q, query, count, k_cache, k_at, v_cache, v_at, size, first, stop, scores, most, total, acc):
     """One block for queries ``query`` ... : scores, softmax over positions first ... stop - 1, times V."""
     low, panels = first // 16, (stop + 15) // 16 - first // 16
@@ -108,16 +108,15 @@ def _attention_part(part, parts, q_MH, out_MH, k_cache, v_cache, head_start, hea
             base = block * BLOCK
             stored = np.int64(table[row_seq[row], block]) * heads + j
             k_at, v_at = stored * BLOCK * size, stored * BLOCK * width
-            if base + BLOCK <= begin + 1 and (window <= 0 or base >= end - window):
-                _block_step(q, 0, queries, k_cache, k_at, v_cache, v_at, size, 0, BLOCK, scores, most,
-                            total, acc)
-            else:
-                for r in range(rows):
+            whole = base + BLOCK <= begin + 1 and (window <= 0 or base >= end - window)
+            for r in range(1 if whole else rows):
+                first, stop = 0, BLOCK
+                if not whole:
                     first = max(0, begin + r - window + 1 - base) if window > 0 else 0
                     stop = min(BLOCK, begin + r + 1 - base)
-                    if first < stop:
-                        _block_step(q, r * group, group, k_cache, k_at, v_cache, v_at, size, first, stop,
-                                    scores, most, total, acc)
+                if first < stop:
+                    _block_step(q, r * group, queries if whole else group, k_cache, k_at, v_cache, v_at, size,
+                                first, stop, scores, most, total, acc)
         for i in range(queries):
             start = (row + i // group) * out_stride + (head_start[j] + i % group) * size
             for d in range(size):

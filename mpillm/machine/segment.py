@@ -20,8 +20,8 @@ import numpy as np
 
 FOLDER = "/dev/shm"
 LINE = 64                       # bytes of a cache line: one flag each, or neighbours slow each other down
-SLOT_LIMIT = 128 * 1024         # bytes a rank hands over at once: a few of them stay in the cache
-TOTAL_LIMIT = 8 * 1024 * 1024   # bytes of a whole segment: containers often have 64 MiB of /dev/shm
+SLOT_LIMIT = 256 * 1024         # bytes a rank hands over at once: a few of them stay in the cache
+TOTAL_LIMIT = 16 * 1024 * 1024  # bytes of a whole segment: containers often have 64 MiB of /dev/shm
 SPINS = 100                     # polls before the core is offered to others, when every rank has its own
 YIELDS = 4000                   # polls that offer it (some ms) before sleeping, when every rank has its own
 CROWDED_YIELDS = 5              # the same with more ranks than cores: the awaited rank needs the core

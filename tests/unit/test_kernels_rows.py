@@ -156,7 +156,7 @@ def test_gumbel_noise_is_gumbel_s_and_depends_on_all_three():
     for other in others:
         assert abs(np.corrcoef(noise[:1000], other)[0, 1]) < 0.1
     # Recorded: a seed must give the same tokens in later versions.
-    recorded = GOLDEN
+    recorded = [0.8915854377024423, 1.8773222450483338, -0.4701619162456676]
     np.testing.assert_allclose(kernels.gumbel_noise(2**64 - 1, 3, np.array([0, 1, 49151])), recorded, rtol=1e-12)
 
 

@@ -190,10 +190,10 @@ def test_level_out_is_the_greedy_hand_out(loads, price, units):
 
 
 @quick
-@given(sizes(), RANKS, MODES)
-def test_no_unit_could_move_to_a_rank_with_less(s, tp, mode):
+@given(sizes(), RANKS)
+def test_no_unit_could_move_to_a_rank_with_less(s, tp):
     """Columns as even as whole units allow after attention, vocabulary as even as panels allow after both."""
-    p = partition(s, tp, mode)
+    p = partition(s, tp)
     phases = [phase_bytes(p, rank) for rank in range(tp)]
     layers = [attention + ffn for attention, ffn, _ in phases]
     unit = 3 * s.hidden * s.n_layers * s.bytes_ffn * s.column_unit
@@ -202,27 +202,36 @@ def test_no_unit_could_move_to_a_rank_with_less(s, tp, mode):
     last = max(rank for rank in range(tp) if p.shares[rank].columns)
     full = layers[:]
     full[last] += short_columns * unit / s.column_unit
-    assert all(full[r] - unit <= min(full) * (1 + 1e-12) for r in range(tp) if p.shares[r].columns)
+    assert all(full[r] - unit <= min(full) + 1e-9 * unit for r in range(tp) if p.shares[r].columns)
     last = max(rank for rank in range(tp) if p.shares[rank].vocab)
     full = [sum(phase) for phase in phases]
     full[last] += short_rows * panel / s.panel
-    assert all(full[r] - panel <= min(full) * (1 + 1e-12) for r in range(tp) if p.shares[r].vocab)
+    assert all(full[r] - panel <= min(full) + 1e-9 * (unit + panel) for r in range(tp) if p.shares[r].vocab)
 
 
 @quick
-@given(sizes(), RANKS, MODES)
-def test_bytes_are_within_two_panels_where_units_are_plentiful(s, tp, mode):
+@given(sizes(), RANKS)
+def test_both_modes_cut_columns_and_vocabulary_alike(s, tp):
+    """The order of every sum over ranks is the same in both, so that their results are, bit for bit."""
+    redundant, allgather = (partition(s, tp, mode) for mode in KV_MODES)
+    assert [(a.heads, a.columns, a.vocab) for a in redundant.shares] == \
+        [(a.heads, a.columns, a.vocab) for a in allgather.shares]
+
+
+@quick
+@given(sizes(), RANKS)
+def test_bytes_are_within_two_panels_where_units_are_plentiful(s, tp):
     # Enough columns to level the heads, enough panels to level the columns
-    attention = [phase_bytes(partition(s, tp, mode), rank)[0] for rank in range(tp)]
+    attention = [phase_bytes(partition(s, tp), rank)[0] for rank in range(tp)]
     unit = 3 * s.hidden * s.n_layers * s.bytes_ffn * s.column_unit
     panel = s.hidden * s.bytes_vocab * s.panel
     units = int(tp * ((max(attention) - min(attention)) / unit + 2))
     panels = int(tp * (2 * unit / panel + 2))
-    p = partition(replace(s, intermediate=units * s.column_unit, vocab=panels * s.panel), tp, mode)
+    p = partition(replace(s, intermediate=units * s.column_unit, vocab=panels * s.panel), tp)
     loads = [step_bytes(p, rank) for rank in range(tp)]
     assert max(loads) - min(loads) <= panel * (1 + 1e-9)
     odd = partition(replace(s, intermediate=units * s.column_unit - s.column_unit // 2,
-                            vocab=panels * s.panel - s.panel // 2), tp, mode)
+                            vocab=panels * s.panel - s.panel // 2), tp)
     loads = [step_bytes(odd, rank) for rank in range(tp)]
     assert max(loads) - min(loads) <= 2 * panel * (1 + 1e-9)
 
@@ -250,14 +259,14 @@ def test_spans_depend_on_ratios_of_bytes_only(s, tp, mode, stored):
 
 
 def test_fewer_heads_are_made_up_for_by_columns():
-    p = partition(SMOLLM2_135M, 5, "allgather")
+    p = partition(SMOLLM2_135M, 5)
     assert p.shares[4].heads.size < p.shares[0].heads.size
     assert p.shares[4].columns.size > p.shares[0].columns.size
-    assert balance(p) > 0.9999 and balance(partition(SMOLLM2_135M, 5)) > 0.999
+    assert balance(p) > 0.999 and balance(partition(SMOLLM2_135M, 5, "allgather")) > 0.98
     # A head weighs more than all of the others' columns here: those that have one get no columns at all
     p = partition(SMOLLM2_135M, 32, "redundant")
     assert not any(share.columns for share in p.shares[:9]) and all(share.columns for share in p.shares[9:])
-    assert balance(p) > 0.99 and balance(partition(SMOLLM2_135M, 32, "allgather")) > 0.99
+    assert balance(p) > 0.99 and balance(partition(SMOLLM2_135M, 32, "allgather")) > 0.85
 
 
 @pytest.mark.parametrize(("tp", "even_mb", "extra"), [(8, 335.5, 0.0), (16, 167.8, 1.9), (32, 83.9, 5.8),
