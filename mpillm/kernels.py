@@ -71,6 +71,9 @@ def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
         assert bias.shape == (w.n,) and bias.dtype == _F32, f"linear: bias {bias.dtype} {bias.shape}, n {w.n}"
     if m == 0 or w.n == 0:
         return out
+    if w.k == 0:
+        out[:] = bias if bias.size else 0
+        return out
     count = min(_policy.threads(), -(-w.n // 16))
     tail = np.empty(16 * m, np.float32) if w.n % 16 else _NOTHING
     if w.format != "q8_0":

@@ -228,11 +228,10 @@ class ReplicaPart(_Part):
         self._length[name] += len(values)
 
     def _write_waiting(self, file: h5py.File) -> None:
-        # Requests last: a row of theirs promises that all its pieces are there.
-        for name in sorted(self._waiting, key="requests".__eq__):
-            if self._waiting[name]:
-                extend(file[name], np.concatenate(self._waiting[name]))
-                self._waiting[name] = []
+        for name, arrays in self._waiting.items():
+            if arrays:
+                extend(file[name], np.concatenate(arrays))
+                arrays.clear()
 
 
 class LogitsPart(_Part):

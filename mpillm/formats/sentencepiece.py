@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 from mpillm.errors import ModelError
 from mpillm.formats.gguf_tokenizer import NORMAL, SPACE_MARK, UNKNOWN, USER_DEFINED, sentencepiece_model
@@ -62,7 +63,7 @@ def _sentencepiece_fields(data: bytes) -> tuple[list[tuple[str, float, int]], di
     return pieces, trainer, normalizer
 
 
-def _protobuf(data: object) -> Iterator[tuple[int, int | float | bytes]]:
+def _protobuf(data: object) -> Iterator[tuple[int, Any]]:
     """Yield (field number, value) of a protobuf message: ints, floats (32 and 64 bits) and bytes."""
     if not isinstance(data, bytes):
         raise ValueError("a message was expected")

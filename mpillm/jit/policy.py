@@ -90,6 +90,7 @@ else:
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 
 from numba import config, njit  # noqa: E402  (the environment had to be set first)
+from numba.core.errors import NumbaError  # noqa: E402
 from numba.np.ufunc import parallel  # noqa: E402
 
 if CACHE_DIR is not None:
@@ -111,13 +112,19 @@ def kernel(function: FunctionType, name: str, signature: tuple) -> Any:
     """
     own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
     own.__qualname__, own.__module__ = name, function.__module__
+    if CACHE_DIR is None:
+        return _compiled(own, signature, cache=False)
     try:
-        return _compiled(own, signature, cache=CACHE_DIR is not None)
+        return _compiled(own, signature, cache=True)
+    except NumbaError:
+        raise
     except Exception as error:           # whatever a damaged cache may raise while unpickling
-        if CACHE_DIR is None:
-            raise
-        LOG.warning("cached kernel %s in %s cannot be used (%s: %s): compiled anew in memory",
+        LOG.warning("cached kernel %s in %s cannot be used (%s: %s): it is dropped and compiled anew",
                     name, CACHE_DIR, type(error).__name__, error)
+    try:
+        njit(cache=True, **_FLAGS)(own)._cache.flush()
+        return _compiled(own, signature, cache=True)
+    except OSError:                      # no room, or no longer writable
         return _compiled(own, signature, cache=False)
 
 

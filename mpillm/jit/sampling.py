@@ -37,7 +37,7 @@ def _sift(values, ids, at, i, n):
         i = worst
 
 
-@policy.helper
+@policy.inlined
 def _best_of_row(x, start, n, values, ids, at, count):
     """The ``count`` largest of n logits in a heap, then sorted; NaN ranks as -inf."""
     for i in range(count):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_text import BOS, EOS, OTHER_END, TURN, token
+from tiny_text import EOS, OTHER_END, TURN, token
 
 PROMPT = [5, 77, 200, 31]          # the healthy line's
 TOKENS = 6                         # --max-tokens of the run
@@ -83,7 +83,6 @@ def text(wanted: str, tokens: int, reason: Any, finish: str = "stop") -> Callabl
 
 # Values at the edge, ids out of range. A draw at a vanishing temperature is greedy, and so are the sharpest filters.
 HOT = {"temperature": 1.0, "seed": 3}
-GREEDY = "greedy"      # a marker: the ids have to be the healthy line's
 SAMPLING = [
     *(fails(f"temperature {value}", "temperature", raw=f'"temperature": {value}')
       for value in ("-1", "true", '"0.7"')),

@@ -12,7 +12,7 @@ from math import gcd
 import pytest
 from case_list import BY_NAME, CASES
 from cases import figures, write_folder
-from comparing import MODES, check, run_case, same_bits
+from comparing import check, run_case, same_bits
 from make_checkpoints import DATA, SAVED
 from recorded import load_recorded
 
