@@ -67,6 +67,15 @@ class World:
         """Every rank's ``obj``, in rank order, on every rank (pickled, of any size)."""
         return self.bcast(self.gather(obj))
 
+    def scatter(self, objects: list[Any] | None) -> Any:
+        """``objects[rank]`` of rank 0's list on each rank (pickled, of any size)."""
+        if self.rank:
+            return pickle.loads(self._receive(0).data)
+        assert objects is not None and len(objects) == self.size, f"one object for each of {self.size} ranks"
+        for rank in range(1, self.size):
+            self._send(np.frombuffer(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL), np.uint8), rank)
+        return objects[0]
+
     def _send(self, data: np.ndarray, to: int) -> None:
         self._comm.Send(np.array([data.size], np.int64), to)
         _send_pieces(self._comm, data, to, self._chunk)

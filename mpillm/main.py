@@ -20,15 +20,15 @@ INTERRUPTED = 130
 FRAMES = 6                      # of a traceback: the innermost ones
 
 
-def main(argv: list[str] | None = None, run: Callable[[list[str] | None], int] | None = None) -> int:
+def main(argv: list[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
     """Run ``run(argv)`` (default: ``mpillm run``) under the abort guard; the exit code."""
     sys.excepthook = _last_resort
     threading.excepthook = _thread_failed
     try:
         if run is None:
-            from mpillm.cli.run import run as run_command
-            run = run_command
-        code = run(argv)
+            from mpillm.cli import command
+            run = command
+        code = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ class Import:
         return f"{self.module}:{self.line}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class House:
     """The parsed modules of a package, by dotted name without the package's own."""
 
@@ -74,6 +75,7 @@ class House:
         packages = frozenset(".".join(p.relative_to(root).parts[:-1]) for p in root.rglob("__init__.py"))
         return House(root.name, {name: ast.parse(text) for name, text in sources.items()}, sources, packages)
 
+    @cached_property
     def imports(self) -> list[Import]:
         return [found for name, tree in self.trees.items() for found in self._imports_of(name, tree)]
 
@@ -131,7 +133,7 @@ def homeless(house: House) -> list[str]:
 def upward_imports(house: House) -> list[str]:
     """Imports against the direction of the storeys."""
     wrong = []
-    for i in house.imports():
+    for i in house.imports:
         if not i.inside or not i.target or i.target not in house.trees:
             continue
         own, other = LEVEL.get(place(i.module), 0), LEVEL.get(place(i.target), 0)
@@ -144,7 +146,7 @@ def upward_imports(house: House) -> list[str]:
 def forbidden_imports(house: House) -> list[str]:
     """Imports that a wall within the storeys forbids, libraries outside their only importer included."""
     wrong = []
-    for i in house.imports():
+    for i in house.imports:
         walls = FORBIDDEN.get(place(i.module), ()) if i.inside else ()
         wrong += [f"{i.where} imports {i.target}" for wall in walls if in_room(i.target, wall)]
         if not i.inside and place(i.module) not in ONLY_IMPORTERS.get(i.target, (place(i.module),)):
@@ -156,7 +158,7 @@ def forbidden_imports(house: House) -> list[str]:
 
 def absent_imports(house: House) -> list[str]:
     """Imports of modules that the package does not have."""
-    wrong = [f"{i.where} imports {i.target}, which is not there" for i in house.imports()
+    wrong = [f"{i.where} imports {i.target}, which is not there" for i in house.imports
              if i.inside and i.target and i.target not in house.trees]
     return list(dict.fromkeys(wrong))
 
@@ -164,7 +166,7 @@ def absent_imports(house: House) -> list[str]:
 def reachable(house: House, start: str, late: bool) -> dict[str, str]:
     """What importing ``start`` imports, each with its importer; with ``late``: imports in functions too."""
     edges: dict[str, set[str]] = {}
-    for i in house.imports():
+    for i in house.imports:
         if i.inside and (late or not i.late) and i.target != i.module:
             edges.setdefault(i.module, set()).add(i.target)
     seen, waiting = {}, [(start, "")]
@@ -186,7 +188,7 @@ def cycles(house: House) -> list[str]:
 def mpi_on_import(house: House) -> list[str]:
     """Modules for login nodes whose import would start MPI."""
     wrong = []
-    starters = {i.module for i in house.imports() if i.target == "mpi4py" and not i.inside and not i.late}
+    starters = {i.module for i in house.imports if i.target == "mpi4py" and not i.inside and not i.late}
     for name in WITHOUT_MPI:
         found = starters & set(reachable(house, name, False))
         wrong += [f"importing {name} starts MPI by way of {module}" for module in sorted(found)]
@@ -226,7 +228,7 @@ def test_the_house_stands(house, rule):
 def test_the_house_is_the_one_that_is_meant(house):
     """Guards the rules above against looking at nothing."""
     assert {"partition", "errors", "models.config"} <= set(house.trees)
-    assert any(i.module == "partition" and i.target == "errors" for i in house.imports())
+    assert any(i.module == "partition" and i.target == "errors" for i in house.imports)
 
 
 # The rules themselves, on small houses that break one each
@@ -265,7 +267,7 @@ GOOD = {
 def test_a_good_house_has_no_faults(tmp_path):
     house = build(tmp_path, GOOD)
     assert [fault for rule in RULES for fault in rule(house)] == []
-    assert {i.target for i in house.imports() if i.module == "collectives"} == {"mpi4py", "machine.topology"}
+    assert {i.target for i in house.imports if i.module == "collectives"} == {"mpi4py", "machine.topology"}
 
 
 @pytest.mark.parametrize(("rule", "name", "text", "message"), [

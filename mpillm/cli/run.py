@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -37,10 +37,18 @@ from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import Span, balance, describe
+from mpillm.partition import Layout, Span, balance, describe
 
 LOG = logging.getLogger("mpillm.run")
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
+
+
+@dataclass
+class Batch:
+    """The lines of the prompts file; rank 0 alone has them, replicas get their shares."""
+
+    requests: list[Request] = field(default_factory=list)
+    failed: list[FailedLine] = field(default_factory=list)
 
 
 @dataclass
@@ -52,8 +60,6 @@ class Job:
     parts: str
     context: int
     eos_ids: frozenset[int]
-    requests: list[Request]
-    failed: list[FailedLine]
 
 
 def run(argv: list[str] | None) -> int:
@@ -65,9 +71,10 @@ def run(argv: list[str] | None) -> int:
     clock = time.perf_counter()
     settings = world.agree(lambda: options.parse(argv))
     log.setup(world.rank, world.host, settings.log_level)
-    job = world.agree(lambda: prepare(settings))
+    batch = Batch()
+    job = world.agree(lambda: prepare(settings, batch))
     try:
-        _work(world, settings, job, clock)
+        _work(world, settings, job, batch, clock)
     finally:
         if world.rank == 0:
             with contextlib.suppress(OSError):
@@ -75,8 +82,8 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-def prepare(settings: RunConfig) -> Job:
-    """On rank 0: outputs, model and prompts are usable. Raises MpillmError."""
+def prepare(settings: RunConfig, batch: Batch) -> Job:
+    """On rank 0: outputs, model and prompts are usable; fills ``batch``. Raises MpillmError."""
     io.check_results(settings.results_path, settings.overwrite)
     parts = io.check_output(settings.output_path, settings.overwrite)
     try:
@@ -88,9 +95,9 @@ def prepare(settings: RunConfig) -> Job:
                 LOG.warning("%s", line)
             tokenizer = open_tokenizer(path, checkpoint, settings)
         context = setup.context_of(settings, model)
-        requests, failed = read_prompts(settings, model, context, tokenizer)
+        read_prompts(settings, model, context, tokenizer, batch)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, parts, context, eos_ids, requests, failed)
+        return Job(path, model, parts, context, eos_ids)
     except MpillmError:
         os.rmdir(parts)
         raise
@@ -105,28 +112,24 @@ def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | Non
     return tokenizer_from_folder(checkpoint.path, settings.chat_template)
 
 
-def read_prompts(settings: RunConfig, model: ModelConfig, context: int,
-                 tokenizer: Any | None) -> tuple[list[Request], list[FailedLine]]:
-    """All lines of the prompts file, checked. Raises InputError, UsageError."""
+def read_prompts(settings: RunConfig, model: ModelConfig, context: int, tokenizer: Any | None, batch: Batch) -> None:
+    """All lines of the prompts file, checked, into ``batch``. Raises InputError, UsageError."""
     limits = Limits(vocab=model.vocab, max_positions=context, bos_id=model.bos_id, model=model.name,
                     parse_special=settings.parse_special)
     defaults = check_defaults(Sampling(
         max_tokens=settings.max_tokens, temperature=settings.temperature, top_p=settings.top_p,
         top_k=settings.top_k, min_p=settings.min_p, stop=settings.stop, stop_token_ids=settings.stop_token_ids,
         ignore_eos=settings.ignore_eos, n=settings.n, logprobs=settings.logprobs), limits, tokenizer is not None)
-    requests: list[Request] = []
-    failed: list[FailedLine] = []
     for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
         if isinstance(line, Request):
-            requests.append(line)
+            batch.requests.append(line)
         else:
-            failed.append(line)
-    return requests, failed
+            batch.failed.append(line)
 
 
-def _work(world: collectives.World, settings: RunConfig, job: Job, clock: float) -> None:
+def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, clock: float) -> None:
     """Everything after the checks, on every rank."""
-    checkpoint = open_checkpoint(job.path)
+    checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
     free = min(world.allgather(memory.available_nbytes() // world.node_size))
     split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
@@ -134,13 +137,22 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, clock: float)
     kernels.set_threads(placement.threads)
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives)
     if world.rank == 0:
-        announce(world, settings, job, split, placement)
+        announce(world, settings, job, batch, split, placement)
     compile_kernels(world, settings, job.model, weights)
 
+    model = load(world, settings, job, split, replica, weights)
+    requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else None)
     outcome = None
-    if replica is not None:
-        outcome = run_replica(world, settings, job, split, replica, weights, checkpoint, placement, clock)
-    finish(world, settings, job, split, placement, outcome, clock)
+    if replica is not None and model is not None:
+        outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,
+                              batch.failed)
+    finish(world, settings, job, batch, split, placement, outcome, clock)
+
+
+def shares(batch: Batch, layout: Layout, ranks: int) -> list[list[Request]]:
+    """The requests of each rank's replica: every dp-th line."""
+    replicas = [batch.requests[index::layout.dp] for index in range(layout.dp)]
+    return [replicas[rank // layout.tp] if rank < layout.tp * layout.dp else [] for rank in range(ranks)]
 
 
 def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelConfig, weights: Weights) -> None:
@@ -156,6 +168,18 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
         LOG.info("kernels compiled in %.1f s; the next start finds them in the cache", time.perf_counter() - began)
 
 
+def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+         replica: collectives.Replica | None, weights: Weights) -> setup.LoadedModel | None:
+    """This rank's part of the model; None on an idle rank. An error on one rank is raised on all."""
+    began = time.perf_counter()
+    gather = replica.row(split.partition) if replica is not None else None
+    model = world.agree_all(lambda: None if replica is None else setup.load_model(
+        settings, job.model, weights, split, replica.rank, replica, gather))
+    if model is not None:
+        LOG.info("weights: %s on rank 0, loaded in %.1f s", format_size(model.nbytes), time.perf_counter() - began)
+    return model
+
+
 @dataclass
 class Outcome:
     """What a rank of a replica has to report when its requests are done."""
@@ -165,58 +189,53 @@ class Outcome:
     steps: np.ndarray
     failures: list[FailedLine]
     weight_bytes: int
-    cache_bytes: int
-    clamped: int
+    parts: list[str]
 
 
 def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, weights: Weights, checkpoint: Any,
-                placement: affinity.Placement, clock: float) -> Outcome:
-    """Load this rank's part, run the replica's share of the requests, leave the results in part files."""
+                replica: collectives.Replica, model: setup.LoadedModel, requests: list[Request], checkpoint: Any,
+                placement: affinity.Placement, clock: float, failed: list[FailedLine]) -> Outcome:
+    """Run the replica's share of the requests, leave the results in part files."""
     share = split.partition.shares[replica.rank]
-    began = time.perf_counter()
-    model, weight_bytes = setup.load_model(settings, job.model, weights, split, replica.rank, replica,
-                                           replica.row(split.partition))
-    world.barrier_quiet()
-    LOG.info("weights: %s on rank 0, loaded in %.1f s", format_size(weight_bytes), time.perf_counter() - began)
-
     ends = Ends(job.eos_ids, job.context)
-    requests = job.requests[replica.index::replica.dp]
     sequences = sequences_of(requests, ends, settings.seed)
     n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
     cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
-    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
-    LOG.info("cache: %d blocks of %d positions, %s on rank 0", n_blocks, kernels.BLOCK, format_size(cache_bytes))
-
+    LOG.info("cache: %d blocks of %d positions, %s on rank 0", n_blocks, kernels.BLOCK,
+             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)))
     scheduler = Scheduler(sequences, BlockLedger(n_blocks),
                           Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
     tokenizer = open_tokenizer(job.path, checkpoint, settings) if replica.is_root else None
-    logits = hdf5.LogitsPart(hdf5.logits_part_path(job.parts, replica.index, replica.rank), share.vocab.start,
-                             share.vocab.stop, settings.logits_type,
-                             threads=placement.threads) if settings.logits != "none" else None
-    progress = None
-    if world.rank == 0:
-        progress = RunProgress(len(requests), settings.progress_every,
-                               f" (replica 0 of {replica.dp})" if replica.dp > 1 else "")
-    output = ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
-                           run_seed=settings.seed, created=int(time.time()), progress=progress)
-    if world.rank == 0:
-        for failed in job.failed:
-            output.reject(failed)
 
     def text_stream(sequence: Sequence) -> TextStream | None:
         s = sequence.request.sampling
         return None if tokenizer is None else TextStream(tokenizer, sequence.prompt.tolist(), s.stop,
                                                          s.skip_special_tokens, s.include_stop_str_in_output)
 
-    loop = BatchLoop(model, cache, scheduler, Sampler(replica, share.vocab.start), replica, output, ends,
-                     keep_logits=settings.logits, text_stream=text_stream, replica=replica.index, clock_start=clock)
-    steps = loop.run()
-    if progress is not None:
-        progress.close()
-    output.close()
-    return Outcome(replica.index, replica.rank, steps, output.failures, weight_bytes, cache_bytes,
-                   logits.clamped if logits is not None else 0)
+    with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
+        for line in failed if world.rank == 0 else ():
+            output.reject(line)
+        loop = BatchLoop(model.model, cache, scheduler, Sampler(replica, share.vocab.start), replica, output, ends,
+                         keep_logits=settings.logits, text_stream=text_stream, replica=replica.index,
+                         clock_start=clock)
+        steps = loop.run()
+    return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
+
+
+def open_output(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+                replica: collectives.Replica, tokenizer: Any | None, placement: affinity.Placement,
+                n_requests: int) -> ReplicaOutput:
+    """The part files of this rank, and on rank 0 the progress."""
+    vocab = split.partition.shares[replica.rank].vocab
+    logits = progress = None
+    if settings.logits != "none":
+        path = hdf5.logits_part_path(job.parts, replica.index, replica.rank)
+        logits = hdf5.LogitsPart(path, vocab.start, vocab.stop, settings.logits_type, threads=placement.threads)
+    if world.rank == 0:
+        of = f" (replica 0 of {replica.dp})" if replica.dp > 1 else ""
+        progress = RunProgress(n_requests, settings.progress_every, of)
+    return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
+                         run_seed=settings.seed, created=int(time.time()), progress=progress)
 
 
 def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
@@ -234,20 +253,20 @@ def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split:
     return int(agreed[0])
 
 
-def finish(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+def finish(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
            placement: affinity.Placement, outcome: Outcome | None, clock: float) -> None:
     """Rank 0 folds the parts into the two outputs and prints the summary."""
     outcomes = world.gather(outcome)
     if outcomes is None:
         world.agree(lambda: None)
         return
-    world.agree(lambda: _fold(world, settings, job, split, placement, outcomes, clock))
+    world.agree(lambda: _fold(world, settings, job, batch, split, placement, outcomes, clock))
 
 
-def _fold(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
           placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
     done = [outcome for outcome in outcomes if outcome is not None]
-    failures = job.failed + [failed for outcome in done for failed in outcome.failures]
+    failures = batch.failed + [failed for outcome in done for failed in outcome.failures]
     waits = waiting(done)
     steps = hdf5.step_table(
         (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
@@ -263,7 +282,7 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, split: setup.
         os.unlink(part)
     summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
                         [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
-                        settings.overwrite, expected=_expected_parts(settings, job, split))
+                        settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
     report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
                                                        for rank, outcome in enumerate(outcomes) if outcome is not None],
                      time.perf_counter() - clock)
@@ -284,19 +303,11 @@ def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def _expected_parts(settings: RunConfig, job: Job, split: setup.Split) -> list[str]:
-    parts = [hdf5.replica_part_path(job.parts, index) for index in range(split.layout.dp)]
-    if settings.logits != "none":
-        parts += [hdf5.logits_part_path(job.parts, index, share.rank) for index in range(split.layout.dp)
-                  for share in split.partition.shares if share.vocab.size]
-    return parts
-
-
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
     return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
 
 
-def announce(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
              placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
     layout, model = split.layout, job.model
@@ -306,8 +317,8 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, split: set
              model.head_dim, model.intermediate, model.vocab)
     LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
              f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
-    if layout.dp > max(len(job.requests), 1):
-        LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(job.requests), layout.dp)
+    if layout.dp > max(len(batch.requests), 1):
+        LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(batch.requests), layout.dp)
     rows = describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
@@ -319,7 +330,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, split: set
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
         LOG.warning("%s", line)
-    LOG.info("prompts: %d lines to run, %d with errors", len(job.requests), len(job.failed))
+    LOG.info("prompts: %d lines to run, %d with errors", len(batch.requests), len(batch.failed))
 
 
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:

@@ -215,8 +215,8 @@ class BatchLoop:
                 live.stream.push(token)
             return FINISHED
         if live.stream is not None:
-            matched = live.stream.push(token)
-            if matched is not None and count >= s.min_tokens:
+            matched = live.stream.push(token, search=count >= s.min_tokens)
+            if matched is not None:
                 live.finish_reason, live.stop_reason = "stop", matched
                 return FINISHED
         return FINISHED if count >= sequence.max_tokens else CONTINUE
@@ -272,6 +272,8 @@ class BatchLoop:
             return False
         request = sequence.request
         text = live.stream.finish() if live.stream is not None else ""
+        if live.stream is not None and live.stream.stopped is not None:
+            live.finish_reason, live.stop_reason = "stop", live.stream.stopped
         choice = Choice(sequence.item, sequence.sample, sequence.item * request.sampling.n + sequence.sample,
                         sequence.generated, live.logprobs,
                         live.top if request.sampling.logprobs is not None else None, text,

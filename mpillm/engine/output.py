@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from mpillm.engine.progress import RunProgress
 from mpillm.engine.request import FailedLine, Request, Result, sequence_seed
 from mpillm.engine.results import error_line, result_line
+from mpillm.errors import OutputError
 from mpillm.formats.hdf5_parts import LogitsPart, ReplicaPart, SequenceRecord, replica_part_path
 from mpillm.formats.results import ResultsPart
 
@@ -22,14 +24,16 @@ class ReplicaOutput:
         self.logits_part, self.tokenizer = logits, tokenizer
         self.replica, self.run_seed, self.created, self.progress_shown = replica, run_seed, created, progress
         self.finished = self.generated = self.prefilled = 0
-        self._hdf5 = ReplicaPart(replica_part_path(parts_dir, replica)) if is_root else None
-        self._results = ResultsPart(results_part(parts_dir, replica)) if is_root else None
+        self._root = _RootParts(parts_dir, replica) if is_root else None
+        self._parts = [part for part in (*(self._root.parts if self._root else ()), logits) if part is not None]
+        self.hdf5_parts = [part.path for part in self._parts
+                           if not isinstance(part, ResultsPart) and part.path is not None]
         self.failures: list[FailedLine] = []
 
     def result(self, result: Result) -> None:
-        request = result.request
-        self._results.add(request.index, result_line(result, self.tokenizer, self.created))
-        self._hdf5.add_request(**self._record(result))
+        assert self._root is not None, "only the root of a replica hands out results"
+        self._root.hdf5.add_request(**self._record(result))
+        self._root.results.add(result.request.index, result_line(result, self.tokenizer, self.created))
 
     def _record(self, result: Result) -> dict[str, Any]:
         """The request as plain numbers for its HDF5 part."""
@@ -54,7 +58,8 @@ class ReplicaOutput:
 
     def reject(self, failed: FailedLine) -> None:
         """An error line in the results."""
-        self._results.add(failed.index, error_line(failed))
+        assert self._root is not None, "only the root of a replica hands out results"
+        self._root.results.add(failed.index, error_line(failed))
 
     def logits(self, keys: np.ndarray, logits: np.ndarray) -> None:
         if self.logits_part is not None and logits.shape[1]:
@@ -67,10 +72,31 @@ class ReplicaOutput:
         if self.progress_shown is not None:
             self.progress_shown.add(prefilled, generated, finished)
 
-    def close(self) -> None:
-        for part in (self._results, self._hdf5, self.logits_part):
-            if part is not None:
+        for part in self._parts:
+            part.flush_if_due()
+
+    def __enter__(self) -> ReplicaOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close the parts; what was finished before an exception is kept."""
+        if self.progress_shown is not None:
+            self.progress_shown.close()
+        for part in self._parts:
+            if kind is None:
                 part.close()
+            else:
+                with contextlib.suppress(OutputError):
+                    part.close()
+
+
+class _RootParts:
+    """The two files of a replica's root."""
+
+    def __init__(self, parts_dir: str, replica: int) -> None:
+        self.hdf5 = ReplicaPart(replica_part_path(parts_dir, replica))
+        self.results = ResultsPart(results_part(parts_dir, replica))
+        self.parts = (self.hdf5, self.results)
 
 
 def results_part(parts_dir: str, replica: int) -> str:

@@ -33,6 +33,14 @@ class Split:
     weight_bytes: tuple[int, ...]    # by rank of a replica
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """One rank's part of a model, and the bytes of its weights."""
+
+    model: Llama
+    nbytes: int
+
+
 def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int) -> Split:
     """The layout and the split of the model over the ranks of a replica.
 
@@ -56,11 +64,11 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
 
 
 def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,
-               gather: KVGather | None) -> tuple[Llama, int]:
-    """This rank's part of the model, and its bytes. Raises ModelError."""
+               gather: KVGather | None) -> LoadedModel:
+    """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    return built, loader.nbytes
+    return LoadedModel(built, loader.nbytes)
 
 
 def context_of(run: RunConfig, model: ModelConfig) -> int:

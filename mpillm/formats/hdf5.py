@@ -50,6 +50,7 @@ from mpillm.formats.hdf5_schema import (
     rank_table,
     step_table,
 )
+from mpillm.formats.results import PART as RESULTS_PART
 
 __all__ = ["LogitsPart", "RANKS", "ReplicaPart", "SCHEMA_VERSION", "STEPS", "SequenceRecord",
            "check_output", "discard_parts", "fold", "logits_part_path", "rank_table", "replica_part_path",
@@ -132,7 +133,7 @@ def discard_parts(parts_dir: _Path) -> None:
     """Removes a folder of parts; OutputError when something else lies in it, which stays."""
     try:
         for name in os.listdir(parts_dir):
-            if part_replica(name):
+            if part_replica(name) or RESULTS_PART.fullmatch(name):
                 os.unlink(os.path.join(parts_dir, name))
         os.rmdir(parts_dir)
     except OSError as error:

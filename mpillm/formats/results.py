@@ -6,6 +6,7 @@ A part holds one record a line, the request's index (16 hexadecimal digits) and 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -13,6 +14,7 @@ from mpillm.errors import OutputError
 from mpillm.formats.jsonl import dumps_strict
 
 _PREFIX = 17
+PART = re.compile(r"results-\d{4,}\.jsonl")   # names of parts in the folder of a run's parts
 
 
 class ResultsPart:
@@ -33,6 +35,9 @@ class ResultsPart:
                 data = data[self._file.write(data):]
         except OSError as error:
             raise OutputError(f"results {self.path}: {error.strerror}") from None
+
+    def flush_if_due(self) -> None:
+        """Nothing waits: every record is handed to the system at once."""
 
     def close(self) -> None:
         self._file.close()
