@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -58,8 +58,7 @@ class World:
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Every rank's ``obj``, in rank order, on ``root`` (pickled, of any size); None elsewhere."""
         if self.rank == root:
-            return [obj if rank == root else pickle.loads(self._receive(rank).data)
-                    for rank in range(self.size)]
+            return [obj if rank == root else pickle.loads(self._receive(rank).data) for rank in range(self.size)]
         self._send(_pickled(obj), root)
         return None
 
@@ -67,13 +66,12 @@ class World:
         """Every rank's ``obj``, in rank order, on every rank (pickled, of any size)."""
         return self.bcast(self.gather(obj))
 
-    def scatter(self, objects: list[Any] | None) -> Any:
-        """``objects[rank]`` of rank 0's list on each rank (pickled, of any size)."""
+    def scatter(self, objects: Sequence[Any]) -> Any:
+        """``objects[rank]`` of rank 0's on each rank (pickled, of any size); others give nothing."""
         if self.rank:
             return pickle.loads(self._receive(0).data)
-        assert objects is not None and len(objects) == self.size, f"one object for each of {self.size} ranks"
         for rank in range(1, self.size):
-            self._send(np.frombuffer(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL), np.uint8), rank)
+            self._send(_pickled(objects[rank]), rank)
         return objects[0]
 
     def _send(self, data: np.ndarray, to: int) -> None:
@@ -133,7 +131,7 @@ class World:
         failures = self.allgather(failure)
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)
         if first is None:
-            return value
+            return cast(T, value)
         worst = copy.copy(failures[first])
         if self.size > 1 and any(str(error) != str(worst) for error in failures):
             worst.args = (f"{worst} (rank {first})",)
@@ -302,6 +300,7 @@ class _Group:
         elif self.rank:
             _send_pieces(self.comm, data, 0, self.chunk)
         else:
+            assert parts is not None, "rank 0 receives"
             parts[0] = data
             for source in range(1, self.size):
                 _receive_pieces(self.comm, parts[source], source, self.chunk)
@@ -425,6 +424,7 @@ class KVExchange:
 
     def _shared(self, k_part: np.ndarray, v_part: np.ndarray, result: np.ndarray) -> None:
         segment_, rows = self._group.segment, k_part.shape[0]
+        assert segment_ is not None, "the exchange was planned over shared memory"
         slots = segment_.flip()
         views = [slots[i, :8 * rows * width].view(np.float32).reshape(2, rows, width)
                  for i, width in enumerate(self._widths)]

@@ -146,7 +146,7 @@ def read_file(path: str) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
-_SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
+_SCALARS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> RunConfig:

@@ -18,9 +18,14 @@ from __future__ import annotations
 
 
 class MpillmError(Exception):
-    """Base of all errors with a message for the user; ``exit_code`` ends the program."""
+    """Base of all errors with a message for the user; ``exit_code`` ends the program.
+
+    ``agreed``: every rank has raised it alike, so that each leaves by itself; ``quiet``: another rank prints it.
+    """
 
     exit_code = 70
+    agreed = False
+    quiet = False
 
 
 class UsageError(MpillmError):

@@ -121,7 +121,8 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
     error = failure.exc_value
     if error is None or isinstance(error, SystemExit):
         return
-    error.agreed = False
+    if isinstance(error, MpillmError):
+        error.agreed = False
     os._exit(end(error))
 
 

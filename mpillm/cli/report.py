@@ -20,7 +20,7 @@ SHOWN = 16   # rows of a table: more ranks than that are cut in the middle
 
 def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ()) -> str:
     """A table as text; columns named in ``left`` are aligned left, the others right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name in header:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     rows = [[str(cell) for cell in row] for row in rows]
@@ -30,7 +30,7 @@ def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], lef
         table.add_row(*row)
     out = io.StringIO()
     Console(file=out, width=150, no_color=True, highlight=False, markup=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+    return "\n".join([title] + [line.rstrip() for line in out.getvalue().rstrip().splitlines()])
 
 
 def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], title: str) -> str:

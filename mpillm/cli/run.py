@@ -141,7 +141,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     compile_kernels(world, settings, job.model, weights)
 
     model = load(world, settings, job, split, replica, weights)
-    requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else None)
+    requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else ())
     outcome = None
     if replica is not None and model is not None:
         outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,

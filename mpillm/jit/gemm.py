@@ -22,7 +22,7 @@ K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panel
 @policy.inlined
 def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
              k_start, k_stop, y, y_offset, y_stride):
-    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ panels, in register blocks of up to six rows."""
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ panels, in register blocks of a few rows."""
     if rows == 0:
         return
     blocks = (rows + MOST_ROWS - 1) // MOST_ROWS

@@ -156,17 +156,17 @@ def plan(topology: Topology, masks: Sequence[Iterable[int]], threads: int | None
     extra = frozenset().union(*sets) - known
     if extra:                    # /sys and the scheduler disagree: believe the scheduler
         topology = Topology(topology.cores + tuple(Core((cpu,), 0, 0) for cpu in sorted(extra)))
-    places: list[RankCores | None] = [None] * len(sets)
+    found: dict[int, RankCores] = {}
     lines: list[str] = []
     for mask in dict.fromkeys(sets):
         members = [rank for rank, other in enumerate(sets) if other == mask]
         for rank, place in zip(members, _place_group(topology, mask, len(members)), strict=True):
-            places[rank] = place
+            found[rank] = place
         count = len(topology.within(mask))
         if len(members) > count:
             lines.append(f"{len(members)} ranks share {count} core(s) (CPUs {format_cpu_list(mask)}): "
                          "one thread each, expect them to wait for each other")
-    assert None not in places, "a rank without a place"
+    places = [found[rank] for rank in range(len(sets))]
     lines += _overlaps(topology, sets, places)
     lines += _limit(places, threads, quota)
     used, whole = len(topology.within(frozenset().union(*sets))), len(topology.within(allowed or ()))

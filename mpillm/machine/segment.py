@@ -65,7 +65,7 @@ def segment_nbytes(ranks: int, slot: int) -> int:
     return ranks * LINE + 2 * (ranks + 1) * slot
 
 
-def add_in_order(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+def add_in_order(parts: Sequence[np.ndarray] | np.ndarray, out: np.ndarray) -> None:
     """out = ((parts[0] + parts[1]) + parts[2]) + ...; at least two parts. np.sum promises no order."""
     np.add(parts[0], parts[1], out=out)
     for part in parts[2:]:

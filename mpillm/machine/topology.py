@@ -90,7 +90,8 @@ def read_topology(root: str = "/sys", fallback: Iterable[int] = ()) -> Topology:
     """The node's online cores; where /sys says nothing, each CPU of ``fallback`` is a core of domain 0."""
     base = os.path.join(root, "devices/system/cpu")
     online = _read_cpus(os.path.join(base, "online")) or tuple(sorted(fallback))
-    domain_of, present, cores, seen = _domains(root), frozenset(online), [], set()
+    seen: set[int] = set()
+    domain_of, present, cores = _domains(root), frozenset(online), []
     for cpu in online:
         if cpu in seen:
             continue

@@ -121,7 +121,8 @@ ENDS = [
     right("stop inside a token", text("", 1, "DE"), prompt="ab", allowed_token_ids=[DEF], stop="DE"),
     right("stop kept", text("DE", 1, "DE"), prompt="ab", allowed_token_ids=[DEF], stop=["DE"],
           include_stop_str_in_output=True, logprobs=2, n=2),
-    right("stop at the end of a token", text(".", 1, "\n\n"), prompt="ab", allowed_token_ids=[DOT_GAP], stop="\n\n", logprobs=2),
+    right("stop at the end of a token", text(".", 1, "\n\n"), prompt="ab", allowed_token_ids=[DOT_GAP], stop="\n\n",
+          logprobs=2),
     right("stop across tokens", text("", 4, "DDDD"), prompt="ab", allowed_token_ids=[D], stop=["DDDD"], max_tokens=9),
     right("stop of stops", text("", 1, "DE"), prompt="ab", allowed_token_ids=[DEF], stop=["DEFDEF", "DE"]),
     right("forty stops", text("", 1, "DEF"), prompt="ab", allowed_token_ids=[DEF],
@@ -133,7 +134,8 @@ ENDS = [
     *(right(f"end {end}", text("", 1, reason), prompt="ab", allowed_token_ids=[end], ignore_eos=False,
             **({"stop_token_ids": [end]} if reason else {}))
       for end, reason in ((EOS, None), (TURN, None), (50, 50))),
-    *(right(f"end {end} ignored", only(end), allowed_token_ids=[end], ignore_eos=True) for end in (EOS, TURN, OTHER_END)),
+    *(right(f"end {end} ignored", only(end), allowed_token_ids=[end], ignore_eos=True)
+      for end in (EOS, TURN, OTHER_END)),
     right("end of the second list", answers(1, finish="stop"), allowed_token_ids=[OTHER_END], ignore_eos=False),
 ]
 
@@ -200,9 +202,11 @@ TURNS = "/v1/chat/completions"
 FORMS = [
     good("plain"), good("slash", url="/v1/completions/"), good("host", url="https://x/v1/completions"),
     good("no url", url=...), good("url null", url=None), good("no method", method=...),
-    good("other model", body={"prompt": PROMPT, "model": "gpt-5"}), good("16.0", body={"prompt": PROMPT, "max_tokens": 6.0}),
+    good("other model", body={"prompt": PROMPT, "model": "gpt-5"}),
+    good("16.0", body={"prompt": PROMPT, "max_tokens": 6.0}),
     good("user", body={"prompt": PROMPT, "user": "me", "stream": False}),
-    bad("embeddings", "/v1/embeddings", url="/v1/embeddings"), bad("url 5", "url", url=5), bad("get", "GET", method="GET"),
+    bad("embeddings", "/v1/embeddings", url="/v1/embeddings"), bad("url 5", "url", url=5),
+    bad("get", "GET", method="GET"),
     bad("body null", "body", body=None), bad("body list", "body", body=[]), bad("no body", "body", body=...),
     bad("stream", "stream", body={"prompt": PROMPT, "stream": True}),
     bad("word", "max_tokens", '"16"', body={"prompt": PROMPT, "max_tokens": "16"}),
@@ -229,7 +233,8 @@ def raw(name: str, data: bytes, *words: str, known: bool = False) -> Case:
 # The line as bytes and as JSON.
 BYTES = [
     raw("latin-1", b'{"id": "latin-1", "prompt": "caf\xe9"}', "UTF-8"),
-    raw("cut", b'{"id": "cut", "prompt": "x"', "JSON"), raw("a word", b'"hello"', "object"), raw("a list", b"[1]", "object"),
+    raw("cut", b'{"id": "cut", "prompt": "x"', "JSON"), raw("a word", b'"hello"', "object"),
+    raw("a list", b"[1]", "object"),
     raw("nested", b"[" * 20000), raw("digits", b'{"id": "digits", "seed": ' + b"1" * 5000 + b"}"),
     raw("half pair", b'{"id": "half pair", "prompt": "\\ud83d"}', "surrogate"),
     raw("twice", b'{"id": "twice", "prompt": [5], "temperature": 0, "temperature": 1}', "temperature"),

@@ -81,13 +81,19 @@ def scaled(name: str, factor: float, dtype: str = "BF16"):
     return change
 
 
+def launch_in(folder, model, prompts, *options):
+    """Two ranks; however the run ends."""
+    lines = write_lines(folder / "in.jsonl", lines_of(prompts))
+    return launch(2, ["--model", model, "--prompts", lines, "--output", folder / "o.h5", "--results",
+                      folder / "o.jsonl", *EXACT, *options])
+
+
 def test_weights_beyond_float16_stay_finite(tmp_path):
     """down_proj in bfloat16, far beyond 65,504: kept wider, or a stop that says how many values are too large."""
     folder = folder_with(tmp_path / "model", {}, scaled("down_proj", 2.0 ** 20))
     assert max(np.abs(x).max() for x in read_safetensors(folder).values()) > 65504
     prompts = load_recorded("tiny")[:3]
-    ended = launch(2, ["--model", folder, "--prompts", write_lines(tmp_path / "in.jsonl", lines_of(prompts)), "--output",
-                       tmp_path / "o.h5", "--results", tmp_path / "o.jsonl", *EXACT, "--weights", "f16"])
+    ended = launch_in(tmp_path, folder, prompts, "--weights", "f16")
     if ended.code == 0:
         wide = run_case(tmp_path, folder, prompts, 2, name="wide")
         half = run_case(tmp_path, folder, prompts, 2, weights="f16", name="half")
@@ -102,8 +108,7 @@ def test_weights_beyond_float16_stay_finite(tmp_path):
 def test_keys_and_values_beyond_float16_are_never_infinite_in_silence(tmp_path):
     folder = folder_with(tmp_path / "model", {}, scaled("v_proj", 2.0 ** 20, "F32"))
     prompts = load_recorded("tiny")[:3]
-    ended = launch(2, ["--model", folder, "--prompts", write_lines(tmp_path / "in.jsonl", lines_of(prompts)), "--output",
-                       tmp_path / "o.h5", "--results", tmp_path / "o.jsonl", *EXACT, "--kv-type", "f16"])
+    ended = launch_in(tmp_path, folder, prompts, "--kv-type", "f16")
     assert ended.code == 3 and "Traceback" not in ended.stderr, ended.stderr
     assert ended.errors and all("--kv-type f16" in error and "bf16" in error for error in ended.errors)
     assert not (tmp_path / "o.h5").exists() and not (tmp_path / "o.jsonl").exists()

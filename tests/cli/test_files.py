@@ -82,7 +82,8 @@ def test_a_folder_without_tokenizer_runs_ids_and_says_so_of_texts(folder):
         os.link(folder / "model" / name, bare / name)
     outputs = run(folder, 2, bare, [
         {"id": "ids", "prompt_token_ids": [1, 2, 3]}, {"id": "text", "prompt": "x"},
-        {"id": "chat", "messages": [{"role": "user", "content": "x"}]}, {"id": "stop", "prompt_token_ids": [1], "stop": "x"}],
+        {"id": "chat", "messages": [{"role": "user", "content": "x"}]},
+        {"id": "stop", "prompt_token_ids": [1], "stop": "x"}],
         *RUN, name="bare")
     assert len(outputs.ids("ids")) == 3
     for name in ("text", "chat", "stop"):

@@ -124,8 +124,8 @@ def test_seeded_draws_repeat_and_unseeded_ones_depend_on_the_run_seed(folder):
     cold = [{"id": "cold", "prompt_token_ids": [5, 6], "temperature": 1.2, "n": 3}]
     options = (*RUN, "--temperature", 1, "--max-tokens", 8)
     first = run(folder, 3, folder / "model", [*cold, *hot], *options, "--seed", 1, name="first")
-    other = run(folder, 2, folder / "model", [*cold, *reversed(hot)], *options, "--seed", 2, "--tp", 2, "--max-batch", 2,
-                name="other")
+    other = run(folder, 2, folder / "model", [*cold, *reversed(hot)], *options, "--seed", 2, "--tp", 2,
+                "--max-batch", 2, name="other")
     for at in hot:
         draws = [first.ids(at["id"], k) for k in range(3)]
         assert draws == [other.ids(at["id"], k) for k in range(3)]

@@ -56,8 +56,8 @@ def test_models_that_transformers_initialised_and_saved(kind, ranks, tmp_path):
     torch.set_grad_enabled(False)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCAB, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=512, head_dim=16, initializer_range=0.2, attn_implementation="eager",
-        bos_token_id=1, eos_token_id=2, pad_token_id=None)
+        num_key_value_heads=2, max_position_embeddings=512, head_dim=16, initializer_range=0.2,
+        attn_implementation="eager", bos_token_id=1, eos_token_id=2, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

@@ -36,15 +36,16 @@ def flat(typingctx, array):
     return result(array), codegen
 
 
-#: rows of a register block -> panels beside each other in it: what fills the 16 registers of AVX2
-SHAPES = {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+#: rows of a register block -> panels beside each other in it. With 16 registers of 8 floats (AVX2): eight
+#: sums or more hide the latency of fma, and beside ten of them two bf16 vectors and their halves find room.
+SHAPES = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1}
 MOST_ROWS = max(SHAPES)
 
 
 @intrinsic
 def rows_by_panels(typingctx, rows, panels, x, x_scales, x_offset, x_stride, w, w_scales, w_offset,
                    panel_stride, k_start, k_stop, y, y_offset, y_stride):
-    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to 6 rows, any panels.
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to 5 rows, any panels.
 
     The format follows from w's element type:
       float32, int16 (f16)  w [k][16]             x f32
@@ -134,7 +135,8 @@ def _emit_pairs(b, name, x, w, k_start, k_stop, totals) -> None:
 
     def both(pair, halves):
         for p, panel in enumerate(w_panels):
-            words = v.load(b, V16I, v.at(b, panel, b.mul(pair, I64(2 * LANES)), I16), 2)
+            address = v.at(b, panel, b.mul(pair, I64(2 * LANES)), I16)
+            words = v.load(b, V16I, address, 2)
             for half in halves:
                 bits = b.and_(words, v.constant(V16I, 0xFFFF0000)) if half else \
                     b.shl(words, v.constant(V16I, 16))
@@ -158,7 +160,8 @@ def _emit_pairs(b, name, x, w, k_start, k_stop, totals) -> None:
 def _emit_q8(b, name, x, w, k_start, k_stop, totals) -> None:
     """q8_0: exact integer sums of 32 products, then one fma with the product of both scales."""
     blocks = [b.sdiv(k, I64(QUANT_BLOCK)) for k in (k_start, k_stop)]
-    rows, eight, bytewise = range(len(totals)), v.constant(V32S, 8), I64(LANES)
+    rows, bytewise = range(len(totals)), I64(LANES)
+    eight, sixteen = v.constant(V32S, 8), v.constant(V16I, 16)
     with cgutils.for_range_slice(b, blocks[0], blocks[1], I64(1), I64) as (block, _):
         along = b.mul(block, I64(QUANT_BLOCK))
         for p, w_start in enumerate(w[2]):
@@ -173,7 +176,10 @@ def _emit_q8(b, name, x, w, k_start, k_stop, totals) -> None:
                     four = b.add(b.add(x[2][r], along), b.mul(quad.index, I64(4)))
                     two = [v.load(b, I32, v.at(b, x[0], b.add(four, I64(i)), I16), 2) for i in (0, 2)]
                     left, right = (b.bitcast(v.splat(b, pair, V16I), V32S) for pair in two)
-                    dot = b.add(_pairwise(b, even, left), _pairwise(b, odd, right))
+                    # At most 2 * 128 * 127: two products fit 16 bits; then widen to 32.
+                    pairs = b.bitcast(b.add(b.mul(even, left), b.mul(odd, right)), V16I)
+                    low = b.ashr(b.shl(pairs, sixteen), sixteen)
+                    dot = b.add(low, b.ashr(pairs, sixteen))
                     b.store(b.add(b.load(sums[r], typ=V16I), dot), sums[r])
             scale_at = b.add(b.sdiv(w_start, I64(QUANT_BLOCK)), b.mul(block, I64(LANES)))
             w_scale = b.fpext(v.load(b, V16H, v.at(b, w[1], scale_at, HALF), 2), V16F)
@@ -183,17 +189,6 @@ def _emit_q8(b, name, x, w, k_start, k_stop, totals) -> None:
                 whole = b.sitofp(b.load(sums[r], typ=V16I), V16F)
                 total = b.load(totals[r][p], typ=V16F)
                 b.store(v.fma(b, whole, b.fmul(w_scale, x_scale), total), totals[r][p])
-
-
-def _pairwise(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """Sums of two neighbouring int16 products as int32: LLVM knows this shape as pmaddwd or smlal."""
-    halves = []
-    for first in (0, 1):
-        order = ir.Constant(V16I, list(range(first, 2 * LANES, 2)))
-        undefined = ir.Constant(V32S, ir.Undefined)
-        left, right = (b.sext(b.shuffle_vector(side, undefined, order), V16I) for side in (x, y))
-        halves.append(b.mul(left, right))
-    return b.add(*halves)
 
 
 @intrinsic
