@@ -122,5 +122,6 @@ def run(folder: Path, ranks: int, model: Path, lines: Iterable[dict[str, Any]] |
                            "--output", outputs.hdf5, "--overwrite", *more], timeout=timeout, env=env)
     assert ended.code == 0, f"exit code {ended.code}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
     assert "Traceback" not in ended.stderr, ended.stderr[-4000:]
-    assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.parts")), "left-overs beside the outputs"
+    left = [path for path in folder.glob(f"{name}.*") if path.suffix in (".tmp", ".parts")]
+    assert not left, f"left beside the outputs: {left}"
     return outputs

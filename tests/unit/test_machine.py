@@ -379,4 +379,4 @@ def test_the_guard_names_faults_with_a_short_trace(capsys, hooks):
 
 
 def test_the_guard_passes_codes_on(hooks):
-    assert main.main(None, lambda argv: 5 if argv is None else 0) == 5
+    assert main.main(["x"], lambda argv: 5 if argv == ["x"] else 0) == 5

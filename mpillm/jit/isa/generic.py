@@ -40,6 +40,9 @@ def flat(typingctx, array):
 #: sums or more hide the latency of fma, and beside ten of them two bf16 vectors and their halves find room.
 SHAPES = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1}
 MOST_ROWS = max(SHAPES)
+#: bytes of weights asked for in advance: one panel's stream by itself does not fill the memory's bandwidth
+import os
+AHEAD = int(os.environ.get('AHEAD','1024'))
 
 
 @intrinsic
@@ -122,7 +125,9 @@ def _emit_plain(b, name, x, w, k_start, k_stop, totals) -> None:
     w_panels = [v.at(b, w[0], start, element) for start in w[2]]
     with cgutils.for_range_slice(b, k_start, k_stop, I64(1), I64) as (k, _):
         for p, panel in enumerate(w_panels):
-            weights = v.load(b, kind, v.at(b, panel, b.mul(k, I64(LANES)), element), align)
+            address = v.at(b, panel, b.mul(k, I64(LANES)), element)
+            v.prefetch(b, address, AHEAD)
+            weights = v.load(b, kind, address, align)
             weights = weights if name == "f32" else b.fpext(weights, V16F)
             for r, row in enumerate(x_rows):
                 _accumulate(b, totals[r][p], v.load(b, F32, v.at(b, row, k, F32), 4), weights)
@@ -136,6 +141,7 @@ def _emit_pairs(b, name, x, w, k_start, k_stop, totals) -> None:
     def both(pair, halves):
         for p, panel in enumerate(w_panels):
             address = v.at(b, panel, b.mul(pair, I64(2 * LANES)), I16)
+            v.prefetch(b, address, AHEAD)
             words = v.load(b, V16I, address, 2)
             for half in halves:
                 bits = b.and_(words, v.constant(V16I, 0xFFFF0000)) if half else \
@@ -170,7 +176,9 @@ def _emit_q8(b, name, x, w, k_start, k_stop, totals) -> None:
             for total in sums:
                 b.store(v.constant(V16I, 0), total)
             with cgutils.for_range(b, I64(QUANT_BLOCK // 4)) as quad:
-                words = v.load(b, V32S, v.at(b, w[0], b.add(codes, b.mul(quad.index, I64(64))), I8), 1)
+                address = v.at(b, w[0], b.add(codes, b.mul(quad.index, I64(64))), I8)
+                v.prefetch(b, address, AHEAD)
+                words = v.load(b, V32S, address, 1)
                 even, odd = b.ashr(b.shl(words, eight), eight), b.ashr(words, eight)
                 for r in rows:
                     four = b.add(b.add(x[2][r], along), b.mul(quad.index, I64(4)))

@@ -53,6 +53,11 @@ def load(b: ir.IRBuilder, kind: Any, address: Any, align: int) -> Any:
     return instruction
 
 
+def prefetch(b: ir.IRBuilder, address: Any, ahead: int) -> None:
+    """Ask for the cache line ``ahead`` bytes after ``address``; never faults."""
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [at(b, address, I64(ahead), I8), I32(0), I32(3), I32(1)])
+
+
 def store(b: ir.IRBuilder, value: Any, address: Any, align: int) -> None:
     b.store(value, b.bitcast(address, value.type.as_pointer())).align = align
 
