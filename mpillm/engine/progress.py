@@ -18,8 +18,8 @@ class RunProgress:
     def __init__(self, total: int, every: float, share: str = "") -> None:
         self.total, self.every, self.share = total, every, share
         self.prefilled = self.generated = self.finished = 0
-        self._start = self._said = time.perf_counter()
-        self._recent = (self._start, 0)
+        self._start = time.perf_counter()
+        self._said = self._start - every      # the first step is worth a line: the run has begun
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(),

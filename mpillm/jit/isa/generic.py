@@ -36,13 +36,12 @@ def flat(typingctx, array):
     return result(array), codegen
 
 
-#: rows of a register block -> panels beside each other in it. With 16 registers of 8 floats (AVX2): eight
-#: sums or more hide the latency of fma, and beside ten of them two bf16 vectors and their halves find room.
-SHAPES = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1}
+#: rows of a register block -> panels beside each other in it. Five rows and one panel are ten sums in the 16
+#: registers of AVX2: more than the latency of fma needs, with room for two bf16 vectors and their halves.
+SHAPES = {1: 4, 2: 1, 3: 1, 4: 1, 5: 1}
 MOST_ROWS = max(SHAPES)
 #: bytes of weights asked for in advance: one panel's stream by itself does not fill the memory's bandwidth
-import os
-AHEAD = int(os.environ.get('AHEAD','1024'))
+AHEAD = 2048
 
 
 @intrinsic
