@@ -45,8 +45,9 @@ VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
 @dataclass
 class Batch:
-    """The lines of the prompts file; rank 0 alone has them, replicas get their shares."""
+    """The lines of the prompts file and the tokenizer that read them: rank 0 alone has them, replicas get shares."""
 
+    tokenizer: Any | None = None
     requests: list[Request] = field(default_factory=list)
     failed: list[FailedLine] = field(default_factory=list)
 
@@ -93,7 +94,7 @@ def prepare(settings: RunConfig, batch: Batch) -> Job:
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
-            tokenizer = open_tokenizer(path, checkpoint, settings)
+            batch.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
         context = setup.context_of(settings, model)
         read_prompts(settings, model, context, tokenizer, batch)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
@@ -145,7 +146,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     outcome = None
     if replica is not None and model is not None:
         outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,
-                              batch.failed)
+                              batch)
     finish(world, settings, job, batch, split, placement, outcome, clock)
 
 
@@ -194,7 +195,7 @@ class Outcome:
 
 def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
                 replica: collectives.Replica, model: setup.LoadedModel, requests: list[Request], checkpoint: Any,
-                placement: affinity.Placement, clock: float, failed: list[FailedLine]) -> Outcome:
+                placement: affinity.Placement, clock: float, batch: Batch) -> Outcome:
     """Run the replica's share of the requests, leave the results in part files."""
     share = split.partition.shares[replica.rank]
     ends = Ends(job.eos_ids, job.context)
@@ -205,7 +206,9 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)))
     scheduler = Scheduler(sequences, BlockLedger(n_blocks),
                           Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
-    tokenizer = open_tokenizer(job.path, checkpoint, settings) if replica.is_root else None
+    tokenizer = batch.tokenizer
+    if replica.is_root and world.rank:
+        tokenizer = open_tokenizer(job.path, checkpoint, settings)
 
     def text_stream(sequence: Sequence) -> TextStream | None:
         s = sequence.request.sampling
@@ -213,7 +216,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
                                                          s.skip_special_tokens, s.include_stop_str_in_output)
 
     with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
-        for line in failed if world.rank == 0 else ():
+        for line in batch.failed:
             output.reject(line)
         loop = BatchLoop(model.model, cache, scheduler, Sampler(replica, share.vocab.start), replica, output, ends,
                          keep_logits=settings.logits, text_stream=text_stream, replica=replica.index,
