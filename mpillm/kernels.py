@@ -2,7 +2,7 @@
 
 Each operation has one arithmetic per format: a row's bits do not depend on the other rows, on the number
 of threads or on how rows are cut into calls. Arrays are C-contiguous float32 unless said otherwise;
-"strided" arrays need only contiguous rows (a slice of columns). Shape letters: M rows of a batch, S sequences.
+"strided" arrays need only contiguous rows (a slice of columns). M: rows of a batch, S: sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rows(name: str, x: np.ndarray) -> np.ndarray:
 
 def _strided(name: str, x: np.ndarray) -> np.ndarray:
     assert x.ndim == 2 and x.dtype == _F32 and (x.strides[1] == 4 or x.size == 0), \
-        f"{name}: a [rows, n] float32 array with contiguous rows, not {x.dtype} {x.shape}, strides {x.strides}"
+        f"{name}: [rows, n] float32 with contiguous rows, not {x.dtype} {x.shape}, strides {x.strides}"
     return x
 
 
@@ -161,14 +161,16 @@ def cache_block_nbytes(kv_type: str, kv_heads: int, head_dim: int) -> int:
     return (int(np.prod(k_shape)) + int(np.prod(v_shape))) * dtype.itemsize
 
 
-def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int,
+                   head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """(K, V) of one layer, pages untouched until they are written."""
     k_shape, v_shape, dtype = cache_shape(kv_type, n_blocks, kv_heads, head_dim)
     k, v = (allocate(int(np.prod(shape)), dtype).reshape(shape) for shape in (k_shape, v_shape))
     return k, v
 
 
-def _check_rows(name: str, m: int, row_seq: np.ndarray, positions: np.ndarray, table: np.ndarray) -> None:
+def _check_rows(name: str, m: int, row_seq: np.ndarray, positions: np.ndarray,
+                table: np.ndarray) -> None:
     assert row_seq.shape == positions.shape == (m,), f"{name}: {m} rows, {row_seq.shape}, {positions.shape}"
     assert row_seq.dtype == positions.dtype == table.dtype == np.int32, f"{name}: indices must be int32"
     assert table.ndim == 2, f"{name}: block table {table.shape}"
@@ -189,11 +191,12 @@ def cache_write(k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str, k: np.nd
         return 0
     size = k.shape[1] // kv_heads
     _check_caches("cache_write", k_cache, v_cache, kv_type, size)
-    lost = _attention.cache_write_kernel(kv_type)(
-        k_cache.reshape(-1), v_cache.reshape(-1), PAIR[kv_type], LIMIT[kv_type], _LARGEST[kv_type], k, v, size,
-        row_seq, positions, block_table, k_cache.shape[0])
-    assert lost >= 0, "cache_write: a row's position has no block in the table"
-    return lost
+    losses = np.zeros(max(1, min(len(k), _parts(k.size))), np.int64)
+    _attention.cache_write_kernel(kv_type)(
+        k_cache.reshape(-1), v_cache.reshape(-1), PAIR[kv_type], LIMIT[kv_type], _LARGEST[kv_type], k, v,
+        size, row_seq, positions, block_table, k_cache.shape[0], losses)
+    assert losses.min() >= 0, "cache_write: a row's position has no block in the table"
+    return int(losses.sum())
 
 
 def _check_caches(name: str, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str, size: int) -> None:
@@ -204,13 +207,14 @@ def _check_caches(name: str, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: 
     assert k_cache.flags.c_contiguous and v_cache.flags.c_contiguous, f"{name}: caches are not contiguous"
 
 
-def attention(q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str, head_kv_start: np.ndarray,
-              head_kv_stop: np.ndarray, row_seq: np.ndarray, positions: np.ndarray, block_table: np.ndarray,
-              scale: float, window: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+def attention(q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str,
+              head_kv_start: np.ndarray, head_kv_stop: np.ndarray, row_seq: np.ndarray,
+              positions: np.ndarray, block_table: np.ndarray, scale: float, window: int = 0,
+              out: np.ndarray | None = None) -> np.ndarray:
     """softmax(scale * q K) V for q [M, Hq * head_dim] (strided) -> [M, Hq * head_dim].
 
     Row m attends to positions max(0, p - window + 1) ... p of sequence row_seq[m], p = positions[m] (window
-    0: from 0). Query heads head_kv_start[j] ... head_kv_stop[j] - 1 use KV head j; together they are all heads.
+    0: from 0). Query heads head_kv_start[j] ... head_kv_stop[j] - 1 use KV head j, each head one; int32 [kv].
     Rows of consecutive positions of a sequence that stand together are worked on together.
     """
     _strided("attention", q)
@@ -224,6 +228,7 @@ def attention(q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: 
     tiles = _attention.attention_kernel(kv_type)(
         q, k_cache.reshape(-1), v_cache.reshape(-1), head_kv_start, head_kv_stop, row_seq, positions,
         block_table, k_cache.shape[0], scale, size, window, out, _policy.threads())
+    assert tiles != -2, f"attention: heads {head_kv_start} ... {head_kv_stop}, q {q.shape}, size {size}"
     assert tiles > 0, "attention: a position that is attended to has no block in the table"
     return out
 

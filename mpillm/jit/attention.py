@@ -19,45 +19,68 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import ELEMENTS, F32_1, F32_2, multiply
-from mpillm.jit.isa.generic import flat, softmax_step, store_number
+from mpillm.jit.gemm import ELEMENTS, F32_2, STRIDED, multiply, reads
+from mpillm.jit.isa.generic import flat, store_number
+from mpillm.jit.isa.lanes import softmax_step
 from mpillm.jit.parallel import in_parts
 
 BLOCK = 64
 QUERIES = 24            # queries that go through a block together, at most, when there are several rows
 
 
-def cache_write(k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq, positions, table, n_blocks):
-    """Round new K and V into their places; the number of values not finite or of size >= ``limit``.
+@policy.helper
+def _store(cache, to, step, value, limit, largest):
+    """Round one value into the cache; 1 if it is not finite or of size >= ``limit``, else 0."""
+    lost = 0
+    if not abs(value) < limit:
+        lost = 1
+        if value == value:
+            value = np.float32(np.copysign(largest, value))
+    store_number(cache, to + step, value)
+    return lost
 
-    Such values are stored as +-``largest`` (NaN as NaN). Negative: a row without a block in the table.
-    """
+
+@policy.helper
+def _cache_write_part(part, parts, k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq,
+                      positions, table, n_blocks, losses):
+    """A thread's rows; losses [parts]: values lost, -1 if a row has no block."""
     heads, columns = k_ME.shape[1] // size, (size + 15) // 16
     k, v = flat(k_ME), flat(v_ME)
     k_stride, v_stride = k_ME.strides[0] // 4, v_ME.strides[0] // 4
     lost = 0
-    for m in range(positions.size):
+    for m in range(part * positions.size // parts, (part + 1) * positions.size // parts):
         position = positions[m]
         if not (0 <= row_seq[m] < table.shape[0] and 0 <= position < BLOCK * table.shape[1]):
-            return -1
-        block, within = table[row_seq[m], position // BLOCK], position % BLOCK
+            losses[part] = -1
+            return
+        block, within = np.int64(table[row_seq[m], position // BLOCK]), position % BLOCK
         if not 0 <= block < n_blocks:
-            return -1
+            losses[part] = -1
+            return
         for j in range(heads):
-            k_to = ((block * heads + j) * BLOCK + within // 16 * 16) * size + within % 16 * pair
-            v_to = (block * heads + j) * columns * BLOCK * 16 + within // pair * pair * 16 + within % pair
+            at = (block * heads + j) * BLOCK
+            k_to = (at + within // 16 * 16) * size + within % 16 * pair
+            v_to = at * columns * 16 + within // pair * pair * 16 + within % pair
             for d in range(size):
-                for which in range(2):
-                    value = v[m * v_stride + j * size + d] if which else k[m * k_stride + j * size + d]
-                    if not abs(value) < limit:
-                        lost += 1
-                        if value == value:
-                            value = np.float32(np.copysign(largest, value))
-                    if which:
-                        store_number(v_cache, v_to + d // 16 * BLOCK * 16 + d % 16 * pair, value)
-                    else:
-                        store_number(k_cache, k_to + d // pair * pair * 16 + d % pair, value)
-    return lost
+                lost += _store(k_cache, k_to, d // pair * pair * 16 + d % pair,
+                               k[m * k_stride + j * size + d], limit, largest)
+            for d in range(size):
+                lost += _store(v_cache, v_to, d // 16 * BLOCK * 16 + d % 16 * pair,
+                               v[m * v_stride + j * size + d], limit, largest)
+    losses[part] = lost
+
+
+_run_cache_write = in_parts(_cache_write_part)
+
+
+def cache_write(k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq, positions, table, n_blocks,
+                losses):
+    """Round new K and V into their places; losses [parts]: values not finite or of size >= ``limit``.
+
+    Such values are stored as +-``largest`` (NaN as NaN). -1: a row without a block in the table.
+    """
+    _run_cache_write((k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq, positions, table,
+                      n_blocks, losses), losses.size)
 
 
 @policy.inlined
@@ -151,38 +174,45 @@ def _make_tiles(row_seq, positions, table, n_blocks, window, most_rows, tiles):
     return n_tiles
 
 
-def attention(q_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table, n_blocks, scale, size,
-              window, out_MH, threads):
-    """softmax(q K / scale) V of every row over its own sequence; -1 if a block is not in the table."""
-    group = 1
+def attention(q_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table, n_blocks, scale,
+              size, window, out_MH, threads):
+    """softmax(scale * q K) V of every row over its own sequence.
+
+    -1: a block is not in the table; -2: the KV heads' queries are not all query heads.
+    """
+    group, heads, covered = 1, q_MH.shape[1] // size, 0
     for j in range(head_start.size):
+        if not 0 <= head_start[j] <= head_stop[j] <= heads:
+            return -2
         group = max(group, head_stop[j] - head_start[j])
+        covered += head_stop[j] - head_start[j]
+    if covered != heads:
+        return -2
     most_rows = max(1, QUERIES // group)
     tiles = np.empty(positions.size + 1, np.int64)
     n_tiles = _make_tiles(row_seq, positions, table, n_blocks, window, most_rows, tiles)
     if n_tiles > 0:
         parts = min(threads, n_tiles * head_start.size)
-        _run_attention((q_MH, out_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table, tiles,
-                        n_tiles, scale, size, window, most_rows * group), parts)
+        _run_attention((q_MH, out_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table,
+                        tiles, n_tiles, scale, size, window, most_rows * group), parts)
     return n_tiles
 
 
-STRIDED, INT, REAL = types.float32[:, :], types.intp, types.float32
-INTS_1, INTS_2 = types.int32[::1], types.int32[:, ::1]
+INT, REAL = types.intp, types.float32
+INTS_1, INTS_2 = reads(types.int32), reads(types.int32, 2)
 
 
 @lru_cache(None)
 def cache_write_kernel(name: str) -> Any:
     cache = ELEMENTS[name][::1]
-    signature = (cache, cache, INT, REAL, REAL, STRIDED, STRIDED, INT, INTS_1, INTS_1, INTS_2, INT)
+    signature = (cache, cache, INT, REAL, REAL, STRIDED, STRIDED, INT, INTS_1, INTS_1, INTS_2, INT,
+                 types.int64[::1])
     return policy.kernel(cache_write, f"cache_write_{name}", signature)
 
 
 @lru_cache(None)
 def attention_kernel(name: str) -> Any:
     cache = ELEMENTS[name][::1]
-    signature = (STRIDED, cache, cache, INTS_1, INTS_1, INTS_1, INTS_1, INTS_2, INT, REAL, INT, INT, F32_2, INT)
+    indices = (INTS_1, INTS_1, INTS_1, INTS_1, INTS_2)
+    signature = (STRIDED, cache, cache, *indices, INT, REAL, INT, INT, F32_2, INT)
     return policy.kernel(attention, f"attention_{name}", signature)
-
-
-__all__ = ["BLOCK", "F32_1", "attention_kernel", "cache_write_kernel"]

@@ -12,16 +12,16 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import F32_1, F32_2
-from mpillm.jit.isa.generic import exponential_rows, flat, silu_mul_row, sum_squares
+from mpillm.jit.gemm import F32_1, F32_2, ROWS, STRIDED, VECTOR
+from mpillm.jit.isa.generic import flat
+from mpillm.jit.isa.lanes import exponential_rows, scale_row, silu_mul_row, sum_squares
 from mpillm.jit.parallel import in_parts
 
 
 @policy.inlined
 def _norm(x, start, weight, n, eps, y, to):
     scale = np.float32(1) / np.sqrt(sum_squares(x, start, n) / np.float32(n) + eps)
-    for i in range(n):
-        y[to + i] = x[start + i] * scale * weight[i]
+    scale_row(x, start, scale, weight, y, to, n)
 
 
 @policy.helper
@@ -78,16 +78,17 @@ def silu_mul(x_M2F, y_MF, threads):
 
 
 def exponential(x, y):
+    """y = exp(x): the exponential of softmax and SiLU by itself."""
     exponential_rows(x, y, x.size)
 
 
-STRIDED, INT, REAL = types.float32[:, :], types.intp, types.float32
+IN_PLACE, INT, REAL = types.float32[:, :], types.intp, types.float32
 SIGNATURES = {
-    rms_norm: (STRIDED, F32_1, REAL, F32_2, INT),
-    head_rms_norm: (STRIDED, F32_1, INT, REAL),
-    rope: (STRIDED, F32_2, F32_2, INT),
-    silu_mul: (F32_2, F32_2, INT),
-    exponential: (F32_1, F32_1),
+    rms_norm: (STRIDED, VECTOR, REAL, F32_2, INT),
+    head_rms_norm: (IN_PLACE, VECTOR, INT, REAL),
+    rope: (IN_PLACE, ROWS, ROWS, INT),
+    silu_mul: (ROWS, F32_2, INT),
+    exponential: (VECTOR, F32_1),
 }
 
 

@@ -89,22 +89,28 @@ def quantise(x_MK, codes_MK, scales_MB, threads):
     _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB)), threads)
 
 
+def reads(kind: Any, dimensions: int = 1, layout: str = "C") -> types.Array:
+    """The type of an array that a kernel only reads: a caller's may be read-only or not."""
+    return types.Array(kind, dimensions, layout, readonly=True)
+
+
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
+VECTOR, ROWS, STRIDED = (reads(types.float32, d, layout) for d, layout in ((1, "C"), (2, "C"), (2, "A")))
 ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
 
 
 @lru_cache(None)
 def linear_kernel(name: str) -> Any:
     """The compiled :func:`linear` of a weight format."""
-    x = types.int16[:, ::1] if name == "q8_0" else F32_2
-    w_scales = types.int16[::1] if name == "q8_0" else F32_1
-    signature = (x, F32_1, ELEMENTS[name][::1], w_scales, types.intp, F32_1, F32_2, F32_1, types.intp)
+    x = reads(types.int16, 2) if name == "q8_0" else ROWS
+    w_scales = reads(types.int16) if name == "q8_0" else VECTOR
+    signature = (x, VECTOR, reads(ELEMENTS[name]), w_scales, types.intp, VECTOR, F32_2, F32_1, types.intp)
     return policy.kernel(linear, f"linear_{name}", signature)
 
 
 @lru_cache(None)
 def quantise_kernel() -> Any:
-    signature = (F32_2, types.int16[:, ::1], F32_2, types.intp)
+    signature = (ROWS, types.int16[:, ::1], F32_2, types.intp)
     return policy.kernel(quantise, "quantise", signature)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import ELEMENTS, F32_1, F32_2
-from mpillm.jit.isa.generic import flat, half_to_float, load_number, quantise_row, store_number
+from mpillm.jit.gemm import ELEMENTS, F32_2, ROWS, VECTOR, reads
+from mpillm.jit.isa.generic import flat, half_to_float, load_number, pack_sixteen, quantise_row, store_number
 from mpillm.jit.parallel import in_parts
 
 LARGEST_HALF = np.float32(65504)
@@ -27,6 +27,10 @@ def _pack_part(part, parts, x, rows, k, first, w, panel_stride, pair, limit, cou
     nonfinite, beyond = 0, 0
     for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
         low, high = max(first, 16 * p), min(first + rows, 16 * p + 16)
+        if high - low == 16:
+            counted = pack_sixteen(x, (low - first) * k, k, k, w, p * panel_stride, limit)
+            nonfinite, beyond = nonfinite + counted[0], beyond + counted[1]
+            continue
         for i in range(k):
             start = p * panel_stride + (i // pair) * 16 * pair + i % pair
             for n in range(low, high):
@@ -50,7 +54,7 @@ def pack(x_RK, first, w, panel_stride, pair, limit, counts, threads):
 
 
 @policy.helper
-def _pack_q8_part(part, parts, x, rows, k, first, codes, scales, row_codes, row_scales, counts):
+def _pack_q8_part(part, parts, x, rows, k, first, words, scales, row_codes, row_scales, counts):
     """Quantise rows into q8_0 panels; a block whose scale is beyond f16 counts as 32 values."""
     first_panel, stop_panel = first // 16, (first + rows + 15) // 16
     panels, blocks = stop_panel - first_panel, k // 32
@@ -59,19 +63,19 @@ def _pack_q8_part(part, parts, x, rows, k, first, codes, scales, row_codes, row_
         for n in range(max(first, 16 * p), min(first + rows, 16 * p + 16)):
             start, lane = (n - first) * k, n - 16 * p
             quantise_row(x, start, k, row_codes, part * k, row_scales, part * blocks)
-            for i in range(k):
-                nonfinite += not abs(x[start + i]) < np.inf
             for block in range(blocks):
                 scale = row_scales[part * blocks + block]
-                beyond += 32 * (scale > LARGEST_HALF)
+                if not scale <= LARGEST_HALF:
+                    for i in range(start + block * 32, start + block * 32 + 32):
+                        nonfinite += not abs(x[i]) < np.inf
+                    beyond += 32 * (scale > LARGEST_HALF)
                 store_number(scales, (p * blocks + block) * 16 + lane, scale)
-                for quad in range(8):
-                    to = ((p * blocks + block) * 8 + quad) * 64 + lane * 4
-                    at = part * k + block * 32 + quad * 4
-                    codes[to] = row_codes[at]
-                    codes[to + 1] = row_codes[at + 2]
-                    codes[to + 2] = row_codes[at + 1]
-                    codes[to + 3] = row_codes[at + 3]
+                to = (p * blocks + block) * 128 + lane
+                for at in range(part * k + block * 32, part * k + block * 32 + 32, 4):
+                    # Codes 0, 2, 1, 3 of a row become the four bytes of a word.
+                    words[to] = ((row_codes[at] & 255) | (row_codes[at + 2] & 255) << 8
+                                 | (row_codes[at + 1] & 255) << 16 | (row_codes[at + 3] & 255) << 24)
+                    to += 16
     counts[2 * part], counts[2 * part + 1] = nonfinite, beyond
 
 
@@ -79,9 +83,12 @@ _run_pack_q8 = in_parts(_pack_q8_part)
 
 
 def pack_q8(x_RK, first, codes, scales, counts, threads):
+    """The same for q8_0."""
     rows, k = x_RK.shape
-    row_codes, row_scales = np.empty(threads * k, np.int16), np.empty(threads * (k // 32), np.float32)
-    _run_pack_q8((flat(x_RK), rows, k, first, codes, scales, row_codes, row_scales, counts), threads)
+    row_codes = np.empty(threads * k, np.int16)
+    row_scales = np.empty(threads * (k // 32), np.float32)
+    _run_pack_q8((flat(x_RK), rows, k, first, codes.view(np.uint32), scales, row_codes, row_scales, counts),
+                 threads)
 
 
 def pack_codes(codes_RK, first, codes):
@@ -130,18 +137,18 @@ HALF_1 = types.int16[::1]
 @lru_cache(None)
 def pack_kernel(name: str) -> Any:
     if name == "q8_0":
-        return policy.kernel(pack_q8, "pack_q8_0", (F32_2, INT, types.int8[::1], HALF_1, COUNTS, INT))
-    signature = (F32_2, INT, ELEMENTS[name][::1], INT, INT, types.float32, COUNTS, INT)
+        return policy.kernel(pack_q8, "pack_q8_0", (ROWS, INT, types.int8[::1], HALF_1, COUNTS, INT))
+    signature = (ROWS, INT, ELEMENTS[name][::1], INT, INT, types.float32, COUNTS, INT)
     return policy.kernel(pack, f"pack_{name}", signature)
 
 
 @lru_cache(None)
 def pack_codes_kernel() -> Any:
-    return policy.kernel(pack_codes, "pack_codes", (types.int8[:, ::1], INT, types.int8[::1]))
+    return policy.kernel(pack_codes, "pack_codes", (reads(types.int8, 2), INT, types.int8[::1]))
 
 
 @lru_cache(None)
 def lookup_kernel(name: str) -> Any:
-    function, scales = (lookup_q8, HALF_1) if name == "q8_0" else (lookup, F32_1)
-    signature = (ELEMENTS[name][::1], scales, INT, INT, INT, types.int64[::1], F32_2)
+    function, scales = (lookup_q8, reads(types.int16)) if name == "q8_0" else (lookup, VECTOR)
+    signature = (reads(ELEMENTS[name]), scales, INT, INT, INT, reads(types.int64), F32_2)
     return policy.kernel(function, f"lookup_{name}", signature)

@@ -49,7 +49,8 @@ def in_parts(core: Any) -> Any:
 
         def codegen(context, b, signature, values):
             packed = cgutils.alloca_once_value(b, values[0])
-            trampoline = _trampoline(context, b, core.get_compile_result(core_call), core_call, values[0].type)
+            compiled = core.get_compile_result(core_call)
+            trampoline = _trampoline(context, b, compiled, core_call, values[0].type)
             forked = _fork.get_compile_result(fork_call)
             context.active_code_library.add_linking_library(forked.library)
             with b.if_else(b.icmp_signed(">", values[1], I64(1))) as (several, one):

@@ -13,6 +13,7 @@ import platform
 import stat
 import sys
 import tempfile
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
@@ -82,9 +83,7 @@ def _choose_cache() -> tuple[str | None, str | None]:
 
 
 CACHE_DIR, _problem = _choose_cache()
-if CACHE_DIR is None:
-    LOG.warning("kernels are compiled in memory at every start: %s", _problem)
-else:
+if CACHE_DIR is not None:
     os.environ["NUMBA_CACHE_DIR"] = CACHE_DIR
 # workqueue ends the process when two threads call kernels at once; it stays the last resort.
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
@@ -113,6 +112,7 @@ def kernel(function: FunctionType, name: str, signature: tuple) -> Any:
     own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
     own.__qualname__, own.__module__ = name, function.__module__
     if CACHE_DIR is None:
+        _warn_of_no_cache()
         return _compiled(own, signature, cache=False)
     try:
         return _compiled(own, signature, cache=True)
@@ -126,6 +126,12 @@ def kernel(function: FunctionType, name: str, signature: tuple) -> Any:
         return _compiled(own, signature, cache=True)
     except OSError:                      # no room, or no longer writable
         return _compiled(own, signature, cache=False)
+
+
+@lru_cache(None)
+def _warn_of_no_cache() -> None:
+    """Once, and not while importing: by the first kernel, logging knows the rank."""
+    LOG.warning("kernels are compiled in memory at every start: %s", _problem)
 
 
 def _compiled(function: FunctionType, signature: tuple, cache: bool) -> Any:
@@ -160,9 +166,10 @@ def set_threads(count: int) -> None:
         raise LaunchError(f"{count} threads per rank were asked for, but this process may use {cores} "
                           f"core(s): ask for fewer, or let the launcher give a rank more cores")
     if not parallel._is_initialized:
-        # Through the environment, as numba reads it again at every compilation.
+        # Through the environment, as numba reads it again at every compilation; its pool has a copy.
         os.environ["NUMBA_NUM_THREADS"] = str(count)
         config.reload_config()
+        parallel.NUM_THREADS = count
     elif count > config.NUMBA_NUM_THREADS:
         raise LaunchError(f"{count} threads per rank were asked for, but kernels already run with "
                           f"{config.NUMBA_NUM_THREADS}: set the number before the first kernel")

@@ -13,11 +13,13 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import F32_1, F32_2
-from mpillm.jit.isa.generic import any_above, flat, row_maximum, sum_exponentials
+from mpillm.jit.gemm import F32_1, F32_2, ROWS, VECTOR, reads
+from mpillm.jit.isa.generic import flat
+from mpillm.jit.isa.lanes import any_above, bits_of, row_maximum, sum_exponentials
 from mpillm.jit.parallel import in_parts
 
 MINUS_INF = np.float32(-np.inf)
+LN2_ABOVE = 0.6931471805599455      # rounded up
 
 
 @policy.helper
@@ -142,8 +144,9 @@ def gumbel_best(x, temperature, floor, seed, position, first):
         scaled = np.float64(x[i]) / temperature
         bits = _bits(stream, first + i)
         # As -log(u) >= 1 - u, noise <= -log(1 - u): most candidates are out without a logarithm.
-        short = (2.0 ** 52 - 0.5) - np.float64(bits)
-        if best_index >= 0 and (scaled + _log2_above(short) * 0.6931471805599454) < best:
+        # (1 - u) * 2**52 is at least two to its own exponent.
+        exponent = (bits_of((2.0 ** 52 - 0.5) - np.float64(bits)) >> 52) - 1023
+        if best_index >= 0 and scaled + (52 - exponent) * LN2_ABOVE < best:
             continue
         score = scaled + _gumbel(bits)
         if score > best or best_index < 0:
@@ -151,19 +154,12 @@ def gumbel_best(x, temperature, floor, seed, position, first):
     return best, best_index
 
 
-@policy.helper
-def _log2_above(short):
-    """An upper bound of -log2(short / 2**52), from the exponent alone."""
-    exponent = math.frexp(short)[1]           # short >= 2**(exponent - 1)
-    return 53.0 - exponent
-
-
 INT, UNSIGNED, REAL8 = types.intp, types.uint64, types.float64
 SIGNATURES = {
-    top_k: (F32_2, F32_2, types.int64[:, ::1], INT),
-    log_sum_exp_parts: (F32_2, F32_1, types.float64[::1], INT),
-    gumbel_noise: (UNSIGNED, INT, types.int64[::1], types.float64[::1]),
-    gumbel_best: (F32_1, REAL8, types.float32, UNSIGNED, INT, INT),
+    top_k: (ROWS, F32_2, types.int64[:, ::1], INT),
+    log_sum_exp_parts: (ROWS, F32_1, types.float64[::1], INT),
+    gumbel_noise: (UNSIGNED, INT, reads(types.int64), types.float64[::1]),
+    gumbel_best: (VECTOR, REAL8, types.float32, UNSIGNED, INT, INT),
 }
 
 

@@ -26,7 +26,6 @@ class NaiveLlama:
         self.rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         self.theta = self.rope.get("rope_theta") or config.get("rope_theta", 10000.0)
         self.kind = self.rope.get("rope_type") or self.rope.get("type") or "default"
-        # transformers refuses a Llama whose width its heads do not divide; qwen3's head_dim is free of it
         self.windows = [window_of(config, layer) for layer in range(self.f["layers"])]
 
     @classmethod
@@ -48,7 +47,9 @@ class NaiveLlama:
             h = self.norm(x, at + "post_attention_layernorm")
             gate, up = self.linear(h, at + "mlp.gate_proj"), self.linear(h, at + "mlp.up_proj")
             x = x + self.linear(gate / (1 + np.exp(-gate)) * up, at + "mlp.down_proj")
-        x = self.norm(x, "model.norm")
+        return self.head(self.norm(x, "model.norm"))
+
+    def head(self, x: np.ndarray) -> np.ndarray:
         return x @ self.w["model.embed_tokens.weight" if self.f["tied"] else "lm_head.weight"].T
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[list[int], np.ndarray]:

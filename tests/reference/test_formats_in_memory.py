@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from case_list import BY_NAME
@@ -28,19 +26,37 @@ def test_auto_keeps_what_the_file_has(tmp_path):
               run_case(tmp_path, model, prompts, 1, weights="bf16", name="bf16"), ["p0", "p3"])
 
 
+class RoundedInputs(NaiveLlama):
+    """The twin of q8_0: what is multiplied is rounded to eight bits in blocks of 32 of a row, as ggml does."""
+
+    def linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        return super().linear(rounded(x), name)
+
+    def head(self, x: np.ndarray) -> np.ndarray:
+        return super().head(rounded(x))
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    blocks = x.reshape(len(x), -1, 32)
+    d = np.abs(blocks).max(axis=2, keepdims=True) / 127
+    q = blocks / np.where(d > 0, d, 1)
+    return (np.sign(q) * np.floor(np.abs(q) + 0.5) * d.astype(np.float16)).reshape(x.shape)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_q8_0_is_close_to_its_dequantised_weights(ranks, tmp_path):
-    """Activations are rounded to eight bits too, so this is no equality: within 2 % of the largest logit."""
-    case = replace(BY_NAME["tiny"], lengths=(6, 30))
-    folder, path = write_folder(case, tmp_path / "folder"), tmp_path / "model.gguf"
-    tensors = write_gguf(case.config, read_safetensors(folder), path, "Q8_0")
+def test_q8_0_rounds_inputs_to_eight_bits_and_nothing_else(ranks, tmp_path):
+    """Most rows agree to float32's precision; in some a value came to the other side of a rounding border, and what
+    follows from that is no more than the rounding itself does."""
+    case, path = BY_NAME["tiny"], tmp_path / "model.gguf"
+    tensors = write_gguf(case.config, read_safetensors(write_folder(case, tmp_path / "folder")), path, "Q8_0")
     wanted = load_recorded("tiny")[:3]
     found = run_case(tmp_path, path, wanted, ranks, weights="q8_0")
-    exact = NaiveLlama(case.config, tensors)
+    twin, exact = RoundedInputs(case.config, tensors), NaiveLlama(case.config, tensors)
     for i, prompt in enumerate(wanted):
         logits = found.logits(f"p{i}")[:len(prompt.prompt)]
-        error = relative_error(logits, exact.logits(prompt.prompt))
-        assert error < 0.02, error
+        rows = [relative_error(*pair) for pair in zip(logits, twin.logits(prompt.prompt), strict=True)]
+        assert np.median(rows) < 1e-5 and max(rows) < 0.05, sorted(rows)
+        assert 1e-3 < relative_error(logits, exact.logits(prompt.prompt)) < 0.05
 
 
 def test_the_recipe_is_not_flat():

@@ -27,7 +27,8 @@ class Setting:
             self.table[s, :count], order = order[:count], order[count:]
         self.k_cache, self.v_cache = kernels.allocate_cache(kv_type, sum(blocks) + 2, heads, size)
         self.k_cache[...], self.v_cache[...] = POISON[kv_type], POISON[kv_type]
-        self.keys = [rng.standard_normal((n, heads, size), dtype=np.float32) * np.float32(factor) for n in lengths]
+        self.keys = [rng.standard_normal((n, heads, size), dtype=np.float32) for n in lengths]
+        self.keys = [keys * np.float32(factor) for keys in self.keys]
         self.values = [rng.standard_normal((n, heads, size), dtype=np.float32) for n in lengths]
         rows = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
         rows = np.array([rows[i] for i in rng.permutation(len(rows))], np.int32)
@@ -82,7 +83,8 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_chunks_or_threads(kv_type, win
                 batch = order[start:start + count]
                 got = setting.run(batch, window)
                 for row, result in zip(batch, got, strict=True):
-                    assert np.array_equal(result.view(np.uint32), alone[row].view(np.uint32)), (parts, count, row)
+                    same = np.array_equal(result.view(np.uint32), alone[row].view(np.uint32))
+                    assert same, (parts, count, row)
 
 
 @pytest.mark.parametrize("kv_type", kernels.KV_TYPES)
@@ -134,8 +136,8 @@ def test_rows_of_wider_arrays_are_taken_as_they_are():
     rows = np.array([(0, 10), (0, 69)], np.int32)
     q = np.stack([setting.queries[0][p] for _, p in rows])
     qkv = np.concatenate([np.full((2, 5), np.nan, np.float32), q, np.full((2, 3), np.nan, np.float32)], 1)
-    got = kernels.attention(qkv[:, 5:-3], setting.k_cache, setting.v_cache, "f16", setting.starts, setting.stops,
-                            rows[:, 0].copy(), rows[:, 1].copy(), setting.table, 0.25)
+    got = kernels.attention(qkv[:, 5:-3], setting.k_cache, setting.v_cache, "f16", setting.starts,
+                            setting.stops, rows[:, 0].copy(), rows[:, 1].copy(), setting.table, 0.25)
     assert np.array_equal(got, setting.run(rows))
 
 
@@ -149,8 +151,11 @@ def test_a_missing_block_is_told_not_read():
         kernels.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32), position,
                             setting.table)
     with pytest.raises(AssertionError, match="no block"):
-        kernels.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32), position * 2,
-                            setting.table)
+        kernels.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32),
+                            position * 2, setting.table)
+    setting.stops += 1
+    with pytest.raises(AssertionError, match="heads"):
+        setting.run([(1, 5)])
 
 
 @pytest.mark.parametrize("kv_type", kernels.KV_TYPES)

@@ -79,7 +79,8 @@ def test_half_of_a_pair_is_not_read_for_an_odd_number_of_inputs():
 @pytest.mark.parametrize("name", FORMATS)
 def test_nothing_in_nothing_out(name):
     bias = random(7)
-    assert kernels.linear(np.zeros((3, 32), np.float32), pack(name, np.zeros((0, 32), np.float32))).shape == (3, 0)
+    without_outputs = pack(name, np.zeros((0, 32), np.float32))
+    assert kernels.linear(np.zeros((3, 32), np.float32), without_outputs).shape == (3, 0)
     empty = pack(name, np.zeros((7, 0), np.float32))
     x = np.zeros((2, 0), np.float32)
     assert not kernels.linear(x, empty).any()
@@ -136,7 +137,8 @@ def test_what_a_format_cannot_hold_is_counted(name, values, overflow, nonfinite)
 
 
 def test_q8_0_is_ggml_s(monkeypatch):
-    w = random(33, 256) * np.float32(10.0) ** np.random.default_rng(1).integers(-9, 3, (33, 256)).astype(np.float32)
+    powers = np.random.default_rng(1).integers(-9, 3, (33, 256)).astype(np.float32)
+    w = random(33, 256) * np.float32(10) ** powers
     w[5, :32], w[6, 32:64] = 0, 1e-41
     raw = quants.quantize(w, GGMLQuantizationType.Q8_0).reshape(33, 8, 34)
     scales = raw[..., :2].copy().view(np.float16)[..., 0]

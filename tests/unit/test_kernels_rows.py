@@ -27,7 +27,8 @@ def same_bits(x, y):
 def test_exponential_is_exact_to_one_ulp_and_right_at_the_ends():
     x = np.concatenate([np.linspace(-104, 88.7, 300001), np.linspace(-1, 1, 10001)]).astype(np.float32)
     ends = np.array([np.inf, -np.inf, np.nan, 88.8, -200, -3e38, 3e38, 0, -0.0], np.float32)
-    kernel, y, got = elementwise.elementwise_kernel(elementwise.exponential), np.empty_like(x), np.empty_like(ends)
+    kernel = elementwise.elementwise_kernel(elementwise.exponential)
+    y, got = np.empty_like(x), np.empty_like(ends)
     kernel(x, y), kernel(ends, got)
     exact = np.exp(x.astype(np.float64))
     assert (np.abs(y - exact) / np.spacing(exact.astype(np.float32))).max() < 1.0
@@ -45,6 +46,17 @@ def test_rms_norm(n, monkeypatch):
     wide = np.concatenate([x, x], 1)
     assert same_bits(kernels.rms_norm(wide[:, n:], weight, 1e-5), y)
     assert kernels.rms_norm(x, weight, 1e-5, out=x) is x and same_bits(x, y)
+
+
+def test_what_is_only_read_may_be_read_only():
+    x, weight = (np.frombuffer(array.tobytes(), np.float32) for array in (random(3, 16), random(16, seed=1)))
+    x = x.reshape(3, 16)
+    assert not x.flags.writeable and not weight.flags.writeable
+    assert same_bits(kernels.rms_norm(x, weight, 1e-5), kernels.rms_norm(x.copy(), weight.copy(), 1e-5))
+    packer = kernels.Packer("f32", 3, 16)
+    packer.put(0, x)
+    assert kernels.linear(x, packer.finish(), weight[:3]).shape == (3, 3)
+    assert kernels.top_k(x, 2)[0].shape == (3, 2)
 
 
 def test_head_rms_norm_and_rope_work_in_place_on_columns():
@@ -152,12 +164,14 @@ def test_gumbel_noise_is_gumbel_s_and_depends_on_all_three():
     noise = kernels.gumbel_noise(5, 9, np.arange(200000))
     assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - np.pi ** 2 / 6) < 0.03
     assert len(np.unique(noise)) == len(noise)
-    others = [kernels.gumbel_noise(6, 9, np.arange(1000)), kernels.gumbel_noise(5, 10, np.arange(1000)), noise[1:1001]]
+    others = [kernels.gumbel_noise(seed, position, np.arange(1000)) for seed, position in ((6, 9), (5, 10))]
+    others.append(noise[1:1001])
     for other in others:
         assert abs(np.corrcoef(noise[:1000], other)[0, 1]) < 0.1
     # Recorded: a seed must give the same tokens in later versions.
     recorded = [0.8915854377024423, 1.8773222450483338, -0.4701619162456676]
-    np.testing.assert_allclose(kernels.gumbel_noise(2**64 - 1, 3, np.array([0, 1, 49151])), recorded, rtol=1e-12)
+    again = kernels.gumbel_noise(2**64 - 1, 3, np.array([0, 1, 49151]))
+    np.testing.assert_allclose(again, recorded, rtol=1e-12)
 
 
 def test_a_sample_follows_the_softmax():
@@ -170,7 +184,8 @@ def test_a_sample_follows_the_softmax():
 
 def run_python(code, **environment):
     merged = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=merged, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=merged, capture_output=True, text=True, timeout=100)
 
 
 NORM = "import numpy as np; x = np.ones((3, 16), np.float32); y = kernels.rms_norm(x, x[0], 0.0); "
@@ -178,10 +193,22 @@ NORM = "import numpy as np; x = np.ones((3, 16), np.float32); y = kernels.rms_no
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_two_threads_in_spite_of_the_environment():
-    done = run_python("from mpillm import kernels; kernels.set_threads(2);" + NORM +
-                      "import numba; print(kernels.threads(), numba.config.NUMBA_NUM_THREADS, y.sum())",
-                      NUMBA_NUM_THREADS="1", OMP_NUM_THREADS="1")
-    assert done.stdout.split() == ["2", "2", "48.0"], done.stderr
+    code = ("import os, numpy as np; from mpillm import kernels; kernels.set_threads(2);"
+            "x = np.ones((4096, 16), np.float32); before = len(os.listdir('/proc/self/task'));"
+            "y = kernels.rms_norm(x, x[0], 0.0); after = len(os.listdir('/proc/self/task'));"
+            "print(kernels.threads(), y.sum(), after - before)")
+    done = run_python(code, NUMBA_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    assert done.stdout.split() == ["2", "65536.0", "1"], done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_threads_start_than_were_asked_for(threads):
+    code = ("import os, numpy as np; from mpillm import kernels; before = len(os.listdir('/proc/self/task'));"
+            f"kernels.set_threads({threads}); x = np.ones((4096, 16), np.float32);"
+            "y = kernels.rms_norm(x, x[0], 0.0); print(len(os.listdir('/proc/self/task')) - before)")
+    if threads <= len(os.sched_getaffinity(0)):
+        done = run_python(code, OPENBLAS_NUM_THREADS="1")
+        assert done.stdout.split() == [str(threads - 1)], done.stderr
 
 
 def test_too_many_threads_are_one_clear_line():

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.vector import F32, F64, HALF, I8, I16, I32, I64, LANES, V16D, V16F, V16H, V16I, V32S
+from mpillm.jit.isa.vector import F32, HALF, I8, I16, I32, I64, LANES, V16F, V16H, V16I, V32S
 
 QUANT_BLOCK = 32
 
@@ -82,14 +82,15 @@ def _rows_by_panels_function(module: ir.Module, name: str, kinds: list) -> ir.Fu
     done = function.append_basic_block("done")
     choice = b.switch(rows, done)
     for count, widest in SHAPES.items():
+        widest = 1 if name == "q8_0" else widest       # no chain to hide: each block starts a new integer sum
         block = function.append_basic_block(f"rows{count}")
         choice.add_case(I64(count), block)
         b.position_at_end(block)
         wide = b.mul(b.sdiv(panels, I64(widest)), I64(widest))
-        for start, stop, width in ((I64(0), wide, widest), (wide, panels, 1)):
-            if width == widest or widest > 1:
-                with cgutils.for_range_slice(b, start, stop, I64(width), I64) as (p, _):
-                    _emit_block(b, name, count, width, p, function.args[2:])
+        stretches = [(I64(0), wide, widest), (wide, panels, 1)]
+        for start, stop, width in stretches if widest > 1 else stretches[:1]:
+            with cgutils.for_range_slice(b, start, stop, I64(width), I64) as (p, _):
+                _emit_block(b, name, count, width, p, function.args[2:])
         b.branch(done)
     b.position_at_end(done)
     b.ret_void()
@@ -133,7 +134,7 @@ def _emit_plain(b, name, x, w, k_start, k_stop, totals) -> None:
 
 
 def _emit_pairs(b, name, x, w, k_start, k_stop, totals) -> None:
-    """bf16: two weights of 16 columns in a vector of 16 words; halves at odd ends are never read as numbers."""
+    """bf16: a vector of 16 words holds two k; at odd ends the other half is never read as a number."""
     x_rows = [v.at(b, x[0], start, F32) for start in x[2]]
     w_panels = [v.at(b, w[0], start, I16) for start in w[2]]
 
@@ -253,7 +254,7 @@ def load_number(typingctx, array, offset):
 
 @intrinsic
 def store_number(typingctx, array, offset, value):
-    """Round a float32 to nearest even into element ``offset`` of an f32, f16 (int16) or bf16 (uint16) array."""
+    """Round a float32 to nearest even into element ``offset`` of an f32, f16 or bf16 array."""
     name = v.FORMAT_OF[array.dtype]
 
     def codegen(context, b, signature, arguments):
@@ -270,12 +271,68 @@ def store_number(typingctx, array, offset, value):
 
 
 def _round_to_bf16(b: ir.IRBuilder, value: Any) -> Any:
-    bits = b.bitcast(value, I32)
-    odd = b.and_(b.lshr(bits, I32(16)), I32(1))
-    rounded = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
+    """float32, one or a vector, to the 16 bits of bfloat16."""
+    words, halves = (I32, I16) if value.type == F32 else (V16I, ir.VectorType(I16, LANES))
+
+    def number(n):
+        return I32(n) if words == I32 else v.constant(words, n)
+
+    bits = b.bitcast(value, words)
+    upper = b.lshr(bits, number(16))
+    odd = b.and_(upper, number(1))
+    rounded = b.lshr(b.add(bits, b.add(odd, number(0x7FFF))), number(16))
     # Rounding may carry a NaN's payload into infinity: keep NaN as NaN.
-    quiet = b.or_(b.lshr(bits, I32(16)), I32(0x40))
-    return b.trunc(b.select(b.fcmp_unordered("uno", value, value), quiet, rounded), I16)
+    is_nan = b.fcmp_unordered("uno", value, value)
+    return b.trunc(b.select(is_nan, b.or_(upper, number(0x40)), rounded), halves)
+
+
+@intrinsic
+def pack_sixteen(typingctx, x, start, stride, k, w, to, limit):
+    """Pack 16 rows x[start + row * stride:][:k] into one panel of an f32, f16 (int16) or bf16 (uint16) array.
+
+    Returns (values not finite, finite values of size >= ``limit``).
+    """
+    name = v.FORMAT_OF[w.dtype]
+
+    def codegen(context, b, signature, arguments):
+        x, start, stride, k, w, to, limit = arguments
+        x, w = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 4))
+        rows = [v.at(b, x, b.add(start, b.mul(stride, I64(row))), F32) for row in range(LANES)]
+        counts = [cgutils.alloca_once_value(b, v.constant(V16I, 0)) for _ in range(2)]
+        infinite, bound = v.constant(V16F, float("inf")), v.splat(b, limit, V16F)
+
+        def gather(i):
+            values = ir.Constant(V16F, ir.Undefined)
+            for lane, row in enumerate(rows):
+                values = b.insert_element(values, v.load(b, F32, v.at(b, row, i, F32), 4), I32(lane))
+            size = v.call(b, "llvm.fabs.v16f32", V16F, [values])
+            finite = b.fcmp_ordered("<", size, infinite)
+            beyond = b.and_(finite, b.fcmp_ordered(">=", size, bound))
+            for count, found in zip(counts, (b.not_(finite), beyond), strict=True):
+                b.store(b.add(b.load(count, typ=V16I), b.zext(found, V16I)), count)
+            return values
+
+        if name == "bf16":
+            with cgutils.for_range(b, b.ashr(k, I64(1))) as loop:
+                even = b.mul(loop.index, I64(2))
+                low, high = (b.zext(_round_to_bf16(b, gather(b.add(even, I64(i)))), V16I) for i in (0, 1))
+                words = b.or_(low, b.shl(high, v.constant(V16I, 16)))
+                v.store(b, words, v.at(b, w, b.add(to, b.mul(even, I64(LANES))), I16), 2)
+            with b.if_then(b.trunc(k, v.I1)):
+                last = b.sub(k, I64(1))
+                words = b.zext(_round_to_bf16(b, gather(last)), V16I)
+                v.store(b, words, v.at(b, w, b.add(to, b.mul(last, I64(LANES))), I16), 2)
+        else:
+            with cgutils.for_range(b, k) as loop:
+                values = gather(loop.index)
+                values = values if name == "f32" else b.fptrunc(values, V16H)
+                address = v.at(b, w, b.add(to, b.mul(loop.index, I64(LANES))), v.ELEMENT[name])
+                v.store(b, values, address, 4 if name == "f32" else 2)
+        sums = [b.sext(v.tree(b, b.load(count, typ=V16I), b.add), I64) for count in counts]
+        return context.make_tuple(b, signature.return_type, sums)
+
+    result = types.UniTuple(types.intp, 2)
+    return result(x, types.intp, types.intp, types.intp, w, types.intp, types.float32), codegen
 
 
 @intrinsic
@@ -286,146 +343,3 @@ def half_to_float(typingctx, array, offset):
         return b.fpext(v.load(b, HALF, address, 2), F32)
 
     return types.float32(array, types.intp), codegen
-
-
-@intrinsic
-def sum_squares(typingctx, x, offset, n):
-    """Sum of n squares: 16 sums of every sixteenth element, then a tree over them."""
-    def codegen(context, b, signature, arguments):
-        x = v.data(context, b, signature.args[0], arguments[0])
-        total = cgutils.alloca_once_value(b, v.constant(V16F, 0.0))
-
-        def body(i, load, _):
-            values = load(v.at(b, x, b.add(arguments[1], i), F32), 0.0)
-            b.store(v.fma(b, values, values, b.load(total, typ=V16F)), total)
-
-        v.for_lanes(b, arguments[2], body)
-        return v.tree(b, b.load(total, typ=V16F), b.fadd)
-
-    return types.float32(x, types.intp, types.intp), codegen
-
-
-@intrinsic
-def silu_mul_row(typingctx, x, gate, up, y, offset, n):
-    """y[offset:offset + n] = silu(x[gate:gate + n]) * x[up:up + n]."""
-    def codegen(context, b, signature, arguments):
-        x, gate, up, y, offset, n = arguments
-        x, y = v.data(context, b, signature.args[0], x), v.data(context, b, signature.args[3], y)
-        one = v.constant(V16F, 1.0)
-
-        def body(i, load, store):
-            g, u = (load(v.at(b, x, b.add(start, i), F32), 0.0) for start in (gate, up))
-            sigmoid = b.fdiv(one, b.fadd(one, v.exponential(b, b.fneg(g))))
-            store(b.fmul(b.fmul(g, sigmoid), u), v.at(b, y, b.add(offset, i), F32))
-
-        v.for_lanes(b, n, body)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, types.intp, y, types.intp, types.intp), codegen
-
-
-@intrinsic
-def softmax_step(typingctx, scores, offset, first, stop, before):
-    """One step of an online softmax over a block of 64 scores, in place.
-
-    Positions outside first ... stop - 1 get probability 0, whatever stands there.
-    Returns (maximum so far, factor for what was summed before, sum of the block).
-    """
-    def codegen(context, b, signature, arguments):
-        scores, offset, first, stop, before = arguments
-        scores = v.data(context, b, signature.args[0], scores)
-        nothing = F32(float("-inf"))
-        parts, addresses = [], []
-        for i in range(0, 64, LANES):
-            addresses.append(v.at(b, scores, b.add(offset, I64(i)), F32))
-            lanes = b.add(v.lane_numbers(), v.constant(V16I, i))
-            low, high = (v.splat(b, b.trunc(bound, I32), V16I) for bound in (first, stop))
-            inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
-            parts.append(b.select(inside, v.load(b, V16F, addresses[-1], 4), v.splat(b, nothing, V16F)))
-        larger = v.larger(b)
-        highest = v.tree(b, larger(larger(parts[0], parts[1]), larger(parts[2], parts[3])), larger)
-        now = larger(before, highest)
-        # All scores -inf: subtract 0, or the difference would be NaN.
-        base = b.select(b.fcmp_ordered("==", now, nothing), F32(0.0), now)
-        wide = v.splat(b, base, V16F)
-        powers = [v.exponential(b, b.fsub(part, wide)) for part in parts]
-        for power, address in zip(powers, addresses, strict=True):
-            v.store(b, power, address, 4)
-        total = v.tree(b, b.fadd(b.fadd(powers[0], powers[1]), b.fadd(powers[2], powers[3])), b.fadd)
-        factor = v.exponential(b, v.splat(b, b.fsub(before, base), V16F))
-        factor = b.extract_element(factor, I32(0))
-        return context.make_tuple(b, signature.return_type, [now, factor, total])
-
-    return types.UniTuple(types.float32, 3)(scores, types.intp, types.intp, types.intp, types.float32), codegen
-
-
-@intrinsic
-def row_maximum(typingctx, x, offset, n):
-    """The largest of n values, -inf for none; NaN values are passed over."""
-    def codegen(context, b, signature, arguments):
-        x = v.data(context, b, signature.args[0], arguments[0])
-        most = cgutils.alloca_once_value(b, v.constant(V16F, float("-inf")))
-
-        def body(i, load, _):
-            values = load(v.at(b, x, b.add(arguments[1], i), F32), float("-inf"))
-            b.store(v.larger(b)(b.load(most, typ=V16F), values), most)
-
-        v.for_lanes(b, arguments[2], body)
-        return v.tree(b, b.load(most, typ=V16F), v.larger(b))
-
-    return types.float32(x, types.intp, types.intp), codegen
-
-
-@intrinsic
-def sum_exponentials(typingctx, x, offset, n, base):
-    """Sum of exp(x - base) over n values in float64: 16 sums of every sixteenth, then a tree."""
-    def codegen(context, b, signature, arguments):
-        x = v.data(context, b, signature.args[0], arguments[0])
-        wide = v.splat(b, arguments[3], V16F)
-        total = cgutils.alloca_once_value(b, v.constant(V16D, 0.0))
-
-        def body(i, load, _):
-            values = load(v.at(b, x, b.add(arguments[1], i), F32), float("-inf"))
-            power = v.exponential(b, b.fsub(values, wide))
-            b.store(b.fadd(b.load(total, typ=V16D), b.fpext(power, V16D)), total)
-
-        v.for_lanes(b, arguments[2], body)
-        return v.tree(b, b.load(total, typ=V16D), b.fadd)
-
-    return types.float64(x, types.intp, types.intp, types.float32), codegen
-
-
-@intrinsic
-def any_above(typingctx, x, offset, bound):
-    """Whether one of 64 values is above ``bound``."""
-    def codegen(context, b, signature, arguments):
-        x = v.data(context, b, signature.args[0], arguments[0])
-        wide = v.splat(b, arguments[2], V16F)
-        found = None
-        for i in range(0, 64, LANES):
-            values = v.load(b, V16F, v.at(b, x, b.add(arguments[1], I64(i)), F32), 4)
-            above = b.fcmp_ordered(">", values, wide)
-            found = above if found is None else b.or_(found, above)
-        return b.icmp_unsigned("!=", b.bitcast(found, I16), I16(0))
-
-    return types.boolean(x, types.intp, types.float32), codegen
-
-
-@intrinsic
-def exponential_rows(typingctx, x, y, n):
-    """y = exp(x) for n values: the exponential of softmax and SiLU by itself."""
-    def codegen(context, b, signature, arguments):
-        x, y = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 1))
-
-        def body(i, load, store):
-            store(v.exponential(b, load(v.at(b, x, i, F32), 0.0)), v.at(b, y, i, F32))
-
-        v.for_lanes(b, arguments[2], body)
-        return context.get_dummy_value()
-
-    return types.void(x, y, types.intp), codegen
-
-
-__all__ = ["F64", "any_above", "exponential_rows", "flat", "half_to_float", "load_number", "quantise_row",
-           "row_maximum", "rows_by_panels", "silu_mul_row", "softmax_step", "store_number", "sum_exponentials",
-           "sum_squares"]

@@ -12,7 +12,7 @@ from numba.core import cgutils
 LANES = 16
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, F32, F64, PTR = ir.HalfType(), ir.FloatType(), ir.DoubleType(), ir.PointerType()
-V16F, V16I, V16H, V16D, V16B = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF, F64, I1))
+V16F, V16I, V16H, V16D = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF, F64))
 V32S = ir.VectorType(I16, 2 * LANES)
 
 #: numba's element type -> the number format that such an array holds (numba has no float16: words instead)
