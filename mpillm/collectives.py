@@ -141,10 +141,10 @@ class World:
     def place(self, threads: int | None = None, pinning: bool = True, root: str = "/") -> affinity.Placement:
         """Decide this rank's cores and threads together with its node's ranks, and pin it; see affinity.plan.
 
-        Call before threads are started. ``threads``: --threads, None = the rank's physical cores.
+        Call before threads are started. ``threads``: --threads-per-rank, None = the rank's physical cores.
         """
         if threads is not None and threads < 1:
-            raise UsageError(f"--threads {threads}: at least 1 is needed")
+            raise UsageError(f"--threads-per-rank {threads}: at least 1 is needed")
         mine = (affinity.own_mask(), affinity.launcher_mask())
         masks, launchers = zip(*self._node_comm.allgather(mine), strict=True)
         cores = topology.read_topology(os.path.join(root, "sys"), fallback=frozenset().union(*masks))

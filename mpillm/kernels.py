@@ -139,6 +139,12 @@ def add_in_place(x: np.ndarray, y: np.ndarray) -> None:
     np.add(x, y, out=x)
 
 
+def largest(kv_type: str) -> float:
+    """The largest finite value of a cache type."""
+    _check_kv(kv_type)
+    return float(_LARGEST[kv_type])
+
+
 def _check_kv(kv_type: str) -> None:
     if kv_type not in KV_TYPES:
         raise UsageError(f"kv-type cannot be {kv_type!r}: use one of {', '.join(KV_TYPES)}")
@@ -286,11 +292,11 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         if name == "q8_0":
             _gemm.quantise_kernel(), _pack.pack_codes_kernel()
     _attention.attention_kernel(kv_type), _attention.cache_write_kernel(kv_type)
-    for function in (_elementwise.rms_norm, _elementwise.head_rms_norm, _elementwise.rope,
-                     _elementwise.silu_mul):
-        _elementwise.elementwise_kernel(function)
-    for function in _sampling.SIGNATURES:
-        _sampling.sampling_kernel(function)
+    for elementwise in (_elementwise.rms_norm, _elementwise.head_rms_norm, _elementwise.rope,
+                        _elementwise.silu_mul):
+        _elementwise.elementwise_kernel(elementwise)
+    for sampling in _sampling.SIGNATURES:
+        _sampling.sampling_kernel(sampling)
 
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "PackedMatrix", "Packer", "add_in_place", "allocate_cache",

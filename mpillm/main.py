@@ -126,5 +126,13 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
     os._exit(end(error))
 
 
+def as_module() -> int:
+    """`python -m mpillm.main` is `mpillm run`, unless it names another sub-command."""
+    from mpillm.cli import COMMANDS
+
+    given = sys.argv[1:]
+    return main(given if given and given[0] in COMMANDS else ["run", *given])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_module())

@@ -324,12 +324,11 @@ def balance(p: Partition) -> float:
     return sum(loads) / (p.tp * max(loads))
 
 
-def local_groups(p: Partition, rank: int) -> tuple[Span, ...]:
-    """For each KV head that ``rank`` holds, which of its own query heads (counted from 0) use it.
+def local_groups(s: Share, group: int) -> tuple[Span, ...]:
+    """For each KV head that a share holds, which of its own query heads (counted from 0) use it.
 
-    The first and the last may be shorter than ``sizes.group``: the rest of the group lives on a neighbour.
+    The first and the last may be shorter than ``group``: the rest of the group lives on a neighbour.
     """
-    s, group = p.shares[rank], p.sizes.group
     return tuple(Span(kv, kv + 1).times(group).overlap(s.heads).relative_to(s.heads.start)
                  for kv in s.kv_heads.range())
 

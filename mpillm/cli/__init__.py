@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from mpillm.errors import UsageError
+from mpillm.machine.launch import is_first
 
 HELP = """\
 usage: mpillm COMMAND ...
@@ -38,9 +40,13 @@ def command(argv: list[str]) -> int:
     """Run the sub-command that ``argv`` begins with; options alone are those of ``run``."""
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
+    first = is_first(os.environ)
     if argv and not argv[0].startswith("-"):
-        raise UsageError(f"there is no command {argv[0]!r}: use one of {', '.join(COMMANDS)}")
+        error = UsageError(f"there is no command {argv[0]!r}: use one of {', '.join(COMMANDS)}")
+        error.agreed, error.quiet = True, not first
+        raise error
     if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
+        if first:
+            print(HELP, end="")
         return 0 if argv else UsageError.exit_code
     return _run(argv)

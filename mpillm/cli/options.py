@@ -114,7 +114,10 @@ def _size(text: str) -> int:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 0,2")
+    return tuple(map(int, parts))
 
 
 def parse(argv: list[str] | None) -> config.RunConfig:

@@ -15,7 +15,7 @@ from mpillm.config import RunConfig, format_size
 from mpillm.partition import Layout
 
 LOG = logging.getLogger("mpillm.run")
-SHOWN = 16   # rows of a table: more ranks than that are cut in the middle
+SHOWN = 64   # rows of a table: more ranks than that are cut in the middle
 
 
 def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ()) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import time
+from array import array
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -32,7 +33,7 @@ from mpillm.engine.text import TextStream
 from mpillm.errors import MpillmError
 from mpillm.formats import hdf5, results
 from mpillm.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
-from mpillm.machine import affinity, memory
+from mpillm.machine import affinity, launch, memory
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
@@ -61,12 +62,15 @@ class Job:
     parts: str
     context: int
     eos_ids: frozenset[int]
+    created: int                     # seconds since 1970
+    versions: dict[str, str]
 
 
 def run(argv: list[str] | None) -> int:
     """Run the job of the command line; the exit code. Raises MpillmError."""
     if argv is not None and ("-h" in argv or "--help" in argv):
-        options.parser().print_help()
+        if launch.is_first(os.environ):
+            options.parser().print_help()
         return 0
     world = collectives.start()
     clock = time.perf_counter()
@@ -98,10 +102,15 @@ def prepare(settings: RunConfig, batch: Batch) -> Job:
         context = setup.context_of(settings, model)
         read_prompts(settings, model, context, tokenizer, batch)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, parts, context, eos_ids)
+        return Job(path, model, parts, context, eos_ids, int(time.time()), versions())
     except MpillmError:
         os.rmdir(parts)
         raise
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that the results pass through."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
 
 
 def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | None:
@@ -123,7 +132,8 @@ def read_prompts(settings: RunConfig, model: ModelConfig, context: int, tokenize
         ignore_eos=settings.ignore_eos, n=settings.n, logprobs=settings.logprobs), limits, tokenizer is not None)
     for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
         if isinstance(line, Request):
-            batch.requests.append(line)
+            # An array takes 4 bytes a token, a tuple of integers some 36
+            batch.requests.append(dataclasses.replace(line, prompts=tuple(array("i", p) for p in line.prompts)))
         else:
             batch.failed.append(line)
 
@@ -198,6 +208,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
                 placement: affinity.Placement, clock: float, batch: Batch) -> Outcome:
     """Run the replica's share of the requests, leave the results in part files."""
     share = split.partition.shares[replica.rank]
+    widest = max(other.vocab.size for other in split.partition.shares)
     ends = Ends(job.eos_ids, job.context)
     sequences = sequences_of(requests, ends, settings.seed)
     n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
@@ -206,6 +217,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)))
     scheduler = Scheduler(sequences, BlockLedger(n_blocks),
                           Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
+    del sequences                    # the scheduler lets go of those that are finished
     tokenizer = batch.tokenizer
     if replica.is_root and world.rank:
         tokenizer = open_tokenizer(job.path, checkpoint, settings)
@@ -218,9 +230,9 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
     with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
         for line in batch.failed:
             output.reject(line)
-        loop = BatchLoop(model.model, cache, scheduler, Sampler(replica, share.vocab.start), replica, output, ends,
-                         keep_logits=settings.logits, text_stream=text_stream, replica=replica.index,
-                         clock_start=clock)
+        sampler = Sampler(replica, share.vocab.start, widest)
+        loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
+                         text_stream=text_stream, replica=replica.index, clock_start=clock)
         steps = loop.run()
     return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
 
@@ -238,13 +250,14 @@ def open_output(world: collectives.World, settings: RunConfig, job: Job, split: 
         of = f" (replica 0 of {replica.dp})" if replica.dp > 1 else ""
         progress = RunProgress(n_requests, settings.progress_every, of)
     return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
-                         run_seed=settings.seed, created=int(time.time()), progress=progress)
+                         run_seed=settings.seed, created=job.created, progress=progress)
 
 
 def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
                  replica: collectives.Replica, sequences: list[Sequence]) -> int:
     """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
-    free = memory.available_nbytes() // world.node_size - setup.CHUNK_BYTES
+    share = split.partition.shares[replica.rank]
+    free = memory.available_nbytes() // world.node_size - setup.activation_bytes(settings, job.model, share)
     offer = setup.affordable_blocks(
         settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
     offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
@@ -294,15 +307,17 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
 def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
     """Of each rank's communication in each step, the part that was waiting for slower ranks.
 
-    The rank that comes last to a step's exchanges waits least: what another spends beyond the least time
-    of its replica in the same step is waiting.
+    Over shared memory it is measured. Over MPI it is inferred: the rank that comes last to a step's exchanges
+    waits least, so what another spends beyond the least time of its replica in the step is waiting.
     """
     found = {}
     for replica in {outcome.replica for outcome in outcomes}:
         members = [outcome for outcome in outcomes if outcome.replica == replica]
         least = np.min([member.steps["communication_s"] for member in members], axis=0)
         for member in members:
-            found[replica, member.tp_rank] = member.steps["communication_s"] - least
+            inferred = member.steps["communication_s"] - least
+            measured = np.minimum(member.steps["waited_s"], member.steps["communication_s"])
+            found[replica, member.tp_rank] = measured if measured.any() else inferred
     return found
 
 
@@ -327,7 +342,9 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
     LOG.info("%s", report.split_table(rows, placement.table, "ranks" if layout.dp == 1 else "ranks of replica 0"))
     if layout.dp > 1 or layout.idle:
-        LOG.info("%s", report.place_table(placement.table[layout.tp:], "the other ranks, which hold the same in turn"))
+        title = "the other ranks: every replica holds the same"
+        title += f"; the last {layout.idle} idle" if layout.idle else ""
+        LOG.info("%s", report.place_table(placement.table[layout.tp:], title))
     if split.partition.width == 1:
         LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
@@ -338,14 +355,13 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
 
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
-    versions = {name: metadata.version(name) for name in VERSIONS}
-    versions.update(python=platform.python_version(), mpi=world.library)
     layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
-              "rows": split.partition.rows, "width": split.partition.width,
-              "collectives": settings.collectives}
-    model = dataclasses.asdict(job.model)
-    return {"mpillm_version": __version__, "config": settings.to_json(), "versions": json.dumps(versions),
-            "layout": json.dumps(layout), "model": json.dumps(model)}
+              "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives}
+    model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
+             "kv_type": settings.kv_type}
+    return {"mpillm_version": __version__, "config": settings.to_json(), "layout": json.dumps(layout),
+            "model": json.dumps(model), "processor": world.processor,
+            "versions": json.dumps({**job.versions, "mpi": world.library})}
 
 
 def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: affinity.Placement, job: Job,

@@ -14,20 +14,32 @@ from typing import Protocol
 import numpy as np
 
 from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_tokens, sequence_seed
-from mpillm.engine.sampling import CONTINUE, FAILED, FINISHED, Decision, Row, Sampler
+from mpillm.engine.sampling import CONTINUE, FINISHED, NONE_ALLOWED, NOT_FINITE, Decision, Row, Sampler
 from mpillm.engine.scheduler import Part, Scheduler, Sequence
 from mpillm.engine.text import TextStream
 from mpillm.layers.attention import LayerCache, Rows
 from mpillm.models.llama import Llama
 
 STEP_RECORD = np.dtype([("rows_prefill", np.int32), ("rows_decode", np.int32), ("start_s", np.float64),
-                        ("total_s", np.float64), ("communication_s", np.float64)])
+                        ("total_s", np.float64), ("communication_s", np.float64), ("waited_s", np.float64)])
+
+
+# What a line is told that could not be finished: message, code, status.
+FAILURES = {
+    NOT_FINITE: ("the model's logits are not finite here: a key or value is beyond the range of --kv-type (f16 ends "
+                 "at 65504: use bf16 or f32), or the model is damaged", "not_finite", 500),
+    NONE_ALLOWED: ("no token is left to choose: allowed_token_ids, logit_bias and min_tokens together forbid all",
+                   "no_token_allowed", 400),
+}
 
 
 class Ticker(Protocol):
-    """Counts the seconds that exchanges took since it was last read."""
+    """Counts the seconds that exchanges took since it was last reset, and the seconds waited since the start."""
 
     seconds: float
+
+    @property
+    def waited(self) -> float: ...
 
 
 class Sink(Protocol):
@@ -67,12 +79,15 @@ class _Live:
 
 def sequences_of(requests: list[Request], ends: Ends, run_seed: int) -> list[Sequence]:
     """One sequence for each item and sample of the requests, in order."""
-    return [Sequence(request, item, sample, np.asarray(prompt, np.int32),
-                     resolve_max_tokens(request.sampling, len(prompt), ends.context),
-                     sequence_seed(run_seed, request, item, sample))
-            for request in requests
-            for item, prompt in enumerate(request.prompts)
-            for sample in range(request.sampling.n)]
+    found = []
+    for request in requests:
+        for item, prompt in enumerate(request.prompts):
+            ids = np.asarray(prompt, np.int32)      # shared by the samples
+            found += [Sequence(request, item, sample, ids,
+                               resolve_max_tokens(request.sampling, len(ids), ends.context),
+                               sequence_seed(run_seed, request, item, sample))
+                      for sample in range(request.sampling.n)]
+    return found
 
 
 class BatchLoop:
@@ -88,17 +103,12 @@ class BatchLoop:
         self.is_root = sampler.exchange.is_root
         self._live: dict[Sequence, _Live] = {}
         self._finished: dict[int, dict[tuple[int, int], tuple[Choice, Timing, _Live]]] = {}
-        self._broken: dict[int, str] = {}
-        self.steps: list[tuple[int, int, float, float, float]] = []
+        self._broken: dict[int, tuple[str, str, int]] = {}
+        self.steps: list[tuple[int, int, float, float, float, float]] = []
 
     def run(self) -> np.ndarray:
         """Run until nothing waits; a record of every step (``STEP_RECORD``)."""
-        for sequence, blocks in self.scheduler.refused():
-            positions = self.scheduler.ledger.n_blocks * self.scheduler.limits.block
-            self._refuse(sequence, f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} "
-                                   f"needs {blocks} cache blocks, the whole cache has "
-                                   f"{self.scheduler.ledger.n_blocks} ({positions} positions): "
-                                   "raise --kv-memory or lower max_tokens")
+        self._refuse()
         while parts := self.scheduler.plan():
             self._step(parts)
         return np.array(self.steps, STEP_RECORD)
@@ -108,6 +118,7 @@ class BatchLoop:
 
     def _step(self, parts: list[Part]) -> None:
         start, self.ticker.seconds = self._now(), 0.0
+        waited = self.ticker.waited
         for part in parts:
             live = self._live.setdefault(part.sequence, _Live(None))
             if live.started is None:
@@ -120,7 +131,7 @@ class BatchLoop:
             self._decide(logits, owners)
         else:
             self.model(rows, self.cache, wanted)
-        self._account(parts, owners, start)
+        self._account(parts, start, waited)
 
     def _rows(self, parts: list[Part]) -> tuple[Rows, np.ndarray, list[tuple[Part, int]]]:
         """The arrays of a step; the rows whose logits are wanted, and of each its part and position."""
@@ -224,13 +235,13 @@ class BatchLoop:
     def _take(self, part: Part, position: int, decision: Decision) -> None:
         """Account for a decision on every rank."""
         sequence, live = part.sequence, self._live[part.sequence]
-        if position + 1 < len(sequence.prompt):
-            live.prompt_scores.append((decision.logprob, decision.top))
-            if decision.flag == FAILED:
-                self._fail(sequence)
+        if decision.flag in FAILURES:
+            sequence.finished = True
+            self._broken.setdefault(sequence.request.index, FAILURES[decision.flag])
             return
-        if decision.flag == FAILED:
-            self._fail(sequence)
+        if position + 1 < len(sequence.prompt):
+            if self.is_root:
+                live.prompt_scores.append((decision.logprob, decision.top))
             return
         sequence.generated.append(decision.token)
         sequence.finished = decision.flag == FINISHED
@@ -239,12 +250,7 @@ class BatchLoop:
             if sequence.request.sampling.logprobs is not None:
                 live.top.append(decision.top or [])
 
-    def _fail(self, sequence: Sequence) -> None:
-        sequence.finished = True
-        self._broken[sequence.request.index] = (
-            "the model's logits are not finite, or no token is allowed by the line's constraints")
-
-    def _account(self, parts: list[Part], owners: list[tuple[Part, int]], start: float) -> None:
+    def _account(self, parts: list[Part], start: float, waited: float) -> None:
         end, prefilled, generated = self._now(), 0, 0
         for part in parts:
             sequence, live = part.sequence, self._live[part.sequence]
@@ -262,15 +268,15 @@ class BatchLoop:
         n_done = sum(self._collect(sequence, end) for sequence in finished)
         total = self._now() - start
         decoded = sum(part.count for part in parts) - prefilled
-        self.steps.append((prefilled, decoded, start, total, self.ticker.seconds))
+        self.steps.append((prefilled, decoded, start, total, self.ticker.seconds, self.ticker.waited - waited))
         self.sink.progress(prefilled, generated, n_done)
 
     def _collect(self, sequence: Sequence, now: float) -> bool:
         """On the root: note a finished sequence; hand out its request when it was the last. True then."""
-        live = self._live.pop(sequence)
+        live, request = self._live.pop(sequence), sequence.request
         if not self.is_root:
+            self._broken.pop(request.index, None)
             return False
-        request = sequence.request
         text = live.stream.finish() if live.stream is not None else ""
         if live.stream is not None and live.stream.stopped is not None:
             live.finish_reason, live.stop_reason = "stop", live.stream.stopped
@@ -293,7 +299,7 @@ class BatchLoop:
     def _hand_out(self, request: Request, done: list[tuple[Choice, Timing, _Live]]) -> None:
         broken = self._broken.pop(request.index, None)
         if broken is not None:
-            self.sink.failed(request, broken, "not_finite", 500)
+            self.sink.failed(request, *broken)
             return
         scores = None
         if request.sampling.prompt_logprobs is not None:
@@ -301,15 +307,16 @@ class BatchLoop:
                       for item in range(len(request.prompts))]
         self.sink.result(Result(request, [c for c, _, _ in done], [t for _, t, _ in done], self.replica, scores))
 
-    def _refuse(self, sequence: Sequence, message: str) -> None:
-        """A sequence that can never run fails its whole request, once."""
-        request = sequence.request
-        if request.index in self._broken:
-            return
-        self._broken[request.index] = message
-        waiting = self.scheduler.waiting
-        kept = [s for s in waiting if s.request is not request]
-        waiting.clear()
-        waiting.extend(kept)
-        if self.is_root:
-            self.sink.failed(request, message, "cache_too_small", 400)
+    def _refuse(self) -> None:
+        """Sequences that can never run fail their whole requests, each once."""
+        ledger, block = self.scheduler.ledger, self.scheduler.limits.block
+        too_long: dict[int, tuple[Sequence, int]] = {}
+        for sequence, blocks in self.scheduler.refused():
+            too_long.setdefault(sequence.request.index, (sequence, blocks))
+        self.scheduler.drop(set(too_long))
+        for sequence, blocks in too_long.values() if self.is_root else ():
+            self.sink.failed(sequence.request, (
+                f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} needs {blocks} cache "
+                f"blocks, the whole cache has {ledger.n_blocks} ({ledger.n_blocks * block} positions): "
+                "raise --kv-memory or lower max_tokens"), "cache_too_small", 400)
+        self.sink.progress(0, 0, len(too_long))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,7 +45,7 @@ class Request:
     custom_id: str | None
     kind: str                                # 'chat' or 'completion'
     bare: bool                               # the parameters stood beside the prompt, without a body
-    prompts: tuple[tuple[int, ...], ...]     # token ids, one tuple an item, none of them empty
+    prompts: tuple[Sequence[int], ...]       # token ids of each item, none of them empty
     sampling: Sampling
     model: str                               # echoed in the result
 

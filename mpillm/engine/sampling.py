@@ -24,7 +24,7 @@ from mpillm.engine.request import Sampling
 
 GREEDY = 1e-5
 FIRST_CANDIDATES = 64
-CONTINUE, FINISHED, WIDEN, FAILED = 0, 1, 2, 3
+CONTINUE, FINISHED, WIDEN, NOT_FINITE, NONE_ALLOWED = range(5)
 
 # Columns of a rank's message for a row; candidates follow them.
 RAW_MAX, RAW_SUM, TARGET, SCORE, SCORE_ID, SCORE_RAW, TEMP_MAX, TEMP_SUM, FIXED = range(9)
@@ -87,8 +87,9 @@ class Decision:
 class Sampler:
     """Decides the rows of each step, together with the other ranks of the replica."""
 
-    def __init__(self, exchange: RootExchange, first_id: int) -> None:
-        self.exchange, self.first_id = exchange, first_id
+    def __init__(self, exchange: RootExchange, first_id: int, widest: int) -> None:
+        """``first_id``: of this rank's vocabulary rows; ``widest``: the most rows that a rank of the replica has."""
+        self.exchange, self.first_id, self.widest = exchange, first_id, widest
 
     def decide(self, logits: np.ndarray, rows: list[Row],
                judge: Callable[[int, Decision], int]) -> list[Decision]:
@@ -100,8 +101,8 @@ class Sampler:
         decisions = [Decision() for _ in rows]
         pending, count = list(range(len(rows))), max((row.candidates() for row in rows), default=0)
         while pending:
-            again = self._round(logits, rows, pending, count, decisions, judge)
-            pending, count = again, count * 8
+            count = min(count, self.widest)
+            pending, count = self._round(logits, rows, pending, count, decisions, judge), count * 8
         return decisions
 
     def _round(self, logits: np.ndarray, rows: list[Row], pending: list[int], count: int,
@@ -211,13 +212,13 @@ def merge(row: Row, parts: list[np.ndarray], count: int, n_top: int) -> Decision
     heads = np.stack([part[:FIXED] for part in parts])
     top = heads[:, RAW_MAX].max()
     if not np.isfinite(top):
-        return Decision(flag=FAILED)
+        return Decision(flag=NOT_FINITE)
     total = 0.0
     for rank in range(len(parts)):
         if heads[rank, RAW_SUM]:
             total += heads[rank, RAW_SUM] * np.exp(heads[rank, RAW_MAX] - top)
     if not np.isfinite(total):
-        return Decision(flag=FAILED)
+        return Decision(flag=NOT_FINITE)
     log_sum = float(top + np.log(total))
     alternatives = _alternatives(row, parts, n_top, log_sum)
     if not row.choose:
@@ -227,12 +228,12 @@ def merge(row: Row, parts: list[np.ndarray], count: int, n_top: int) -> Decision
         best = max(range(len(parts)), key=lambda r: (heads[r, SCORE], -heads[r, SCORE_ID]))
         token, raw = heads[best, SCORE_ID], heads[best, SCORE_RAW]
         if heads[best, SCORE] == -np.inf:
-            return Decision(flag=FAILED)
+            return Decision(flag=NONE_ALLOWED)
     else:
         found = np.concatenate([part[FIXED + 1 + 2 * n_top:].reshape(count, 3) for part in parts])
         found = found[found[:, 0] > -np.inf]
         if not len(found):
-            return Decision(flag=FAILED)
+            return Decision(flag=NONE_ALLOWED)
         found = found[np.lexsort((found[:, 1], -found[:, 0]))]
         kept = 1 if row.greedy else _truncated(row, found, _bound(parts, count, n_top), heads)
         if kept is None:
@@ -279,9 +280,9 @@ def _truncated(row: Row, found: np.ndarray, bound: float, heads: np.ndarray) -> 
     if s.top_p >= 1:
         return max(kept, 1)
     mass = np.cumsum(np.exp(scaled[:kept]))
-    if known:
+    if s.top_k > 0 or s.min_p > 0:
         whole = mass[-1]
-    else:
+    else:                       # never from the candidates: their number depends on the rest of the batch
         whole = sum(heads[r, TEMP_SUM] * np.exp((heads[r, TEMP_MAX] - found[0, 0]) / s.temperature)
                     for r in range(len(heads)) if heads[r, TEMP_SUM])
     reached = int(np.searchsorted(mass, s.top_p * whole))

@@ -84,11 +84,12 @@ class Scheduler:
         return blocks_for(positions, self.limits.block)
 
     def refused(self) -> list[tuple[Sequence, int]]:
-        """Take out waiting sequences that the empty cache could not hold, with the blocks that they need."""
-        too_long = [(s, self._need(s)) for s in self.waiting if self._need(s) > self.ledger.n_blocks]
-        gone = {id(s) for s, _ in too_long}
-        self.waiting = deque(s for s in self.waiting if id(s) not in gone)
-        return too_long
+        """Waiting sequences that the empty cache could not hold, with the blocks that they need."""
+        return [(s, self._need(s)) for s in self.waiting if self._need(s) > self.ledger.n_blocks]
+
+    def drop(self, requests: set[int]) -> None:
+        """Take out the waiting sequences of these requests (by index)."""
+        self.waiting = deque(s for s in self.waiting if s.request.index not in requests)
 
     def _admit(self) -> None:
         while self.waiting and self._slots and self._need(self.waiting[0]) <= self.ledger.n_free:

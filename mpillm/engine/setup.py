@@ -18,7 +18,7 @@ from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama
 from mpillm.models.load import CHUNK_BYTES, Loader
 from mpillm.models.weights import Weights
-from mpillm.partition import Layout, Partition, layout, partition
+from mpillm.partition import Layout, Partition, Share, layout, partition
 
 # What Python, numba's compiled kernels and MPI take in each rank, beside weights and cache.
 RUNTIME_BYTES = 400 << 20
@@ -31,6 +31,7 @@ class Split:
     layout: Layout
     partition: Partition
     weight_bytes: tuple[int, ...]    # by rank of a replica
+    formats: tuple[str, ...]         # of the weights in memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     if max(needed) + CHUNK_BYTES > memory:
         raise ResourceError(f"--tp {chosen.tp}: a rank needs {format_size(max(needed))} for weights and has "
                             f"{format_size(memory)}: use more ranks per model or smaller --weights")
-    return Split(chosen, partition(sizes, chosen.tp, run.kv_mode), needed)
+    formats = tuple(sorted(registry.formats(model, weights, run.weights)))
+    return Split(chosen, partition(sizes, chosen.tp, run.kv_mode), needed, formats)
 
 
 def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,
@@ -86,6 +88,13 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
 
 
+def activation_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
+    """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows."""
+    rows = run.prefill_chunk + run.max_batch
+    widest = 4 * model.hidden + 3 * share.columns.size + 2 * (share.heads.size + 2) * model.head_dim
+    return 4 * rows * (widest + share.vocab.size)
+
+
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:
     """Blocks that a rank has memory for; None where a block takes nothing.
 
@@ -93,7 +102,7 @@ def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None
     """
     if not block_bytes:
         return None
-    return (run.kv_memory if run.kv_memory is not None else max(free // 2, 0)) // block_bytes
+    return min(max(free // 2, 0) if run.kv_memory is None else run.kv_memory, max(free, 0)) // block_bytes
 
 
 def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
@@ -110,7 +119,7 @@ def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None]) -
     """
     least = min((offer for offer in offers if offer is not None), default=wanted)
     if least < 1:
-        option = f"--kv-memory {run.kv_memory}" if run.kv_memory is not None else "the memory left for the cache"
+        option = f"--kv-memory {format_size(run.kv_memory)}" if run.kv_memory is not None else "the memory left"
         raise ResourceError(f"{option} does not hold one cache block of {kernels.BLOCK} positions: give more memory, "
                             "use more ranks per model or --kv-type bf16")
     return min(wanted, least)

@@ -6,7 +6,7 @@ Legend: M rows, N outputs, K inputs; a panel is 16 outputs.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numba import types
@@ -89,7 +89,7 @@ def quantise(x_MK, codes_MK, scales_MB, threads):
     _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB)), threads)
 
 
-def reads(kind: Any, dimensions: int = 1, layout: str = "C") -> types.Array:
+def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> types.Array:
     """The type of an array that a kernel only reads: a caller's may be read-only or not."""
     return types.Array(kind, dimensions, layout, readonly=True)
 

@@ -88,9 +88,12 @@ if CACHE_DIR is not None:
 # workqueue ends the process when two threads call kernels at once; it stays the last resort.
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 
-from numba import config, njit  # noqa: E402  (the environment had to be set first)
+from numba import njit  # noqa: E402  (the environment had to be set first)
+from numba.core import config as _config  # noqa: E402
 from numba.core.errors import NumbaError  # noqa: E402
 from numba.np.ufunc import parallel  # noqa: E402
+
+config: Any = _config                  # its attributes are made when it is loaded
 
 if CACHE_DIR is not None:
     config.CACHE_DIR = CACHE_DIR       # had somebody imported numba before us
@@ -103,7 +106,7 @@ helper = njit(**_FLAGS)
 inlined = njit(inline="always", **_FLAGS)
 
 
-def kernel(function: FunctionType, name: str, signature: tuple) -> Any:
+def kernel(function: Any, name: str, signature: tuple) -> Any:
     """Compile ``function`` (or load it) for one signature; ``name`` is its own entry in the cache.
 
     Processes that write different signatures of one function at the same moment can leave a
@@ -134,7 +137,7 @@ def _warn_of_no_cache() -> None:
     LOG.warning("kernels are compiled in memory at every start: %s", _problem)
 
 
-def _compiled(function: FunctionType, signature: tuple, cache: bool) -> Any:
+def _compiled(function: Any, signature: tuple, cache: bool) -> Any:
     dispatcher = njit(cache=cache, **_FLAGS)(function)
     dispatcher.compile(signature)
     dispatcher.disable_compile()

@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from mpillm import kernels
-from mpillm.errors import ModelError
 from mpillm.layers.linear import ColumnLinear, RowLinear
 from mpillm.layers.norm import HeadRMSNorm
 
@@ -91,9 +90,20 @@ class Attention:
         beyond = kernels.cache_write(cache.keys, cache.values, cache.kv_type, k_TJD, v_TJD,
                                      rows.sequences, rows.positions, rows.block_table)
         if beyond:
-            raise ModelError(f"layer {self.index}: {beyond} keys or values are beyond the range of "
-                             f"--kv-type {cache.kv_type} or not finite: use --kv-type bf16 or f32")
+            self._poison(cache, rows, k_TJD, v_TJD)
         mixed = kernels.attention(q_THD, cache.keys, cache.values, cache.kv_type, h.starts, h.stops,
                                   rows.sequences, rows.positions, rows.block_table,
                                   1.0 / h.head_dim ** 0.5, self.window)
         return self.output(mixed)
+
+    @staticmethod
+    def _poison(cache: LayerCache, rows: Rows, k: np.ndarray, v: np.ndarray) -> None:
+        """Make NaN of the values of rows that the cache's type cannot hold.
+
+        What attends to them becomes NaN as well, on every rank by the sums, so that all ranks find the same
+        sequences failed without asking; the rest of the batch does not notice.
+        """
+        largest = kernels.largest(cache.kv_type)
+        lost = np.flatnonzero(~((np.abs(k) <= largest).all(1) & (np.abs(v) <= largest).all(1)))
+        kernels.cache_write(cache.keys, cache.values, cache.kv_type, k[lost], np.full_like(v[lost], np.nan),
+                            rows.sequences[lost], rows.positions[lost], rows.block_table)

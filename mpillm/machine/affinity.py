@@ -127,7 +127,7 @@ def _limit(places: list[RankCores], threads: int | None, quota: float | None) ->
         low, high = min(p.limit for p in places), max(p.limit for p in places)
         if threads > low:
             range_ = f"{low}" if low == high else f"{low} to {high}"
-            lines.append(f"--threads {threads}: ranks have {range_} CPU(s) "
+            lines.append(f"--threads-per-rank {threads}: ranks have {range_} CPU(s) "
                          "of their own, more threads would only wait; using that many")
         places[:] = [replace(p, threads=min(threads, p.limit)) for p in places]
     if quota is not None and sum(p.threads for p in places) > quota:

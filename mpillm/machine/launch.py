@@ -11,6 +11,7 @@ from mpillm.machine.topology import read_text
 # mpirun's own variables first: below a scheduler, mpirun starts its daemons with srun, whose figures differ
 SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "mpirun or srun (PMI)"),
          ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"), ("SLURM_STEP_NUM_TASKS", "srun"))
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
                "PMI_RANK")
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_SIZE")
@@ -41,6 +42,11 @@ def _once_per_node(environment: Mapping[str, str], error: LaunchError) -> Launch
     figures = (_figure(environment, name) for name in LOCAL_RANKS)
     error.agreed, error.quiet = True, (next((f for f in figures if f is not None), 0) != 0)
     return error
+
+
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 by the launcher's word, or was started without one."""
+    return next((rank for name in RANKS if (rank := _figure(environment, name)) is not None), 0) == 0
 
 
 def missing(environment: Mapping[str, str], reason: Exception) -> LaunchError:

@@ -17,7 +17,7 @@ from mpillm.layers.norm import HeadRMSNorm, RMSNorm
 from mpillm.layers.rope import Rope
 from mpillm.models.config import ModelConfig
 from mpillm.models.load import Loader
-from mpillm.partition import Share
+from mpillm.partition import Share, local_groups
 
 # Tensors of a layer by the names of Hugging Face checkpoints; `models.weights` has GGUF's names for them.
 LAYER = "model.layers.{}."
@@ -67,12 +67,9 @@ class Llama:
 
 def local_heads(config: ModelConfig, share: Share) -> Heads:
     """The query heads of a share in groups by the KV heads that it holds."""
-    group = config.n_heads // config.n_kv_heads
-    first, last = share.heads.start, share.heads.stop
-    kv = np.arange(share.kv_heads.start, share.kv_heads.stop)
-    starts = (np.clip(kv * group, first, last) - first).astype(np.int32)
-    stops = (np.clip((kv + 1) * group, first, last) - first).astype(np.int32)
-    return Heads(config.head_dim, last - first, len(kv), share.kv_columns.size, starts, stops)
+    groups = local_groups(share, config.n_heads // config.n_kv_heads)
+    starts, stops = (np.array([getattr(span, end) for span in groups], np.int32) for end in ("start", "stop"))
+    return Heads(config.head_dim, share.heads.size, len(groups), share.kv_columns.size, starts, stops)
 
 
 def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:

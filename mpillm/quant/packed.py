@@ -77,6 +77,7 @@ class Packer:
             return
         pack.pack_codes_kernel()(np.ascontiguousarray(codes), first_row, self._data)
         rows = first_row + np.arange(len(codes))
+        assert self._scales is not None, "a q8_0 matrix has scales"
         panels = self._scales.reshape(-1, self.k // layout.QUANT_BLOCK, layout.PANEL)
         panels[rows // layout.PANEL, :, rows % layout.PANEL] = scales.view(np.int16)
         self.nonfinite += layout.QUANT_BLOCK * int(np.count_nonzero(~np.isfinite(scales)))
@@ -91,6 +92,7 @@ class Packer:
     def finish(self) -> PackedMatrix:
         """The packed matrix; lanes beyond its last row hold zeros."""
         assert self._rows == self.n, f"{self._rows} rows came of {self.n}"
+        assert self._data is not None, "finish() comes once"
         matrix = PackedMatrix(self.format, self.n, self.k, self._data, self._scales)
         self._data = self._scales = None
         return matrix

@@ -221,7 +221,7 @@ def test_threads_that_are_asked_for(tmp_path, asked, threads, warned):
 
 def test_threads_asked_on_a_single_cpu():
     plan = affinity.plan(flat(4), [{2}], 2)
-    assert plan.ranks[0].threads == 1 and len(plan.warnings) == 1 and "--threads 2" in plan.warnings[0]
+    assert plan.ranks[0].threads == 1 and len(plan.warnings) == 1 and "--threads-per-rank 2" in plan.warnings[0]
 
 
 @pytest.mark.parametrize("ranks, quota, threads, warned", [

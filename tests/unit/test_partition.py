@@ -165,8 +165,8 @@ def test_heads_of_known_models(heads, kv, tp, rows, counts):
 def test_a_rank_whose_queries_straddle_two_kv_heads_holds_both():
     p = partition(SMOLLM2_135M, 5)
     assert [str(share.kv_heads) for share in p.shares] == ["0", "0-1", "1", "2", "2"]
-    assert local_groups(p, 1) == (Span(0, 1), Span(1, 2))
-    assert local_groups(p, 3) == (Span(0, 2),)
+    assert local_groups(p.shares[1], p.sizes.group) == (Span(0, 1), Span(1, 2))
+    assert local_groups(p.shares[3], p.sizes.group) == (Span(0, 2),)
 
 
 @quick
@@ -174,7 +174,7 @@ def test_a_rank_whose_queries_straddle_two_kv_heads_holds_both():
 def test_local_groups_pair_each_query_with_its_kv_head(s, tp):
     p = partition(s, tp)
     for share in p.shares:
-        groups = local_groups(p, share.rank)
+        groups = local_groups(share, s.group)
         assert len(groups) == share.kv_heads.size
         pairs = {(share.heads.start + q, share.kv_heads.start + kv)
                  for kv, span in enumerate(groups) for q in span.range()}

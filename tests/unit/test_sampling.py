@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from mpillm import kernels
 from mpillm.engine.request import Sampling
-from mpillm.engine.sampling import CONTINUE, FAILED, GREEDY, WIDEN, Row, Sampler, apply_processors, merge
+from mpillm.engine.sampling import (
+    CONTINUE,
+    GREEDY,
+    NONE_ALLOWED,
+    NOT_FINITE,
+    WIDEN,
+    Row,
+    Sampler,
+    apply_processors,
+    merge,
+)
 
 
 class _Alone:
@@ -28,7 +38,7 @@ class _Alone:
 
 def decide_split(logits, row, borders):
     """The decision that ranks with the given vocabulary borders come to, without MPI."""
-    samplers = [Sampler(_Alone(), start) for start in borders[:-1]]
+    samplers = [Sampler(_Alone(), start, max(np.diff(borders))) for start in borders[:-1]]
     slices = [np.ascontiguousarray(logits[None, a:b]) for a, b in zip(borders, borders[1:], strict=False)]
     count, rounds = row.candidates(), 0
     while True:
@@ -103,6 +113,27 @@ def test_flat_logits_make_top_p_widen_until_the_mass_is_reached():
     assert rounds > 1 and decision.token == plain_choice(logits, row)
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), at=st.integers(1, 899))
+def test_a_row_is_cut_alike_whatever_its_neighbours_ask_for(seed, at):
+    """top_p on the very border of a cumulative mass: 64 candidates or all of them keep the same tokens."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(900).astype(np.float32)
+    exact = np.sort(np.exp(logits.astype(np.float64) - logits.max()))[::-1]
+    row = make_row(Sampling(temperature=1.0, top_p=float(exact[:at].sum() / exact.sum())), seed=seed)
+    found = []
+    for count in (64, 256, 450):
+        while True:
+            halves = [(first, logits[None, first:first + 450].copy()) for first in (0, 450)]
+            messages = [Sampler(_Alone(), first, 450)._message(half, [row], count, 0)[0] for first, half in halves]
+            decision = merge(row, messages, count, 0)
+            if decision.flag != WIDEN:
+                break
+            count = min(8 * count, 450)
+        found.append(decision.token)
+    assert len(set(found)) == 1
+
+
 def test_sampling_follows_the_distribution():
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     counts = np.zeros(4)
@@ -144,12 +175,12 @@ def test_logits_that_are_not_finite_fail_the_row(bad):
     logits = np.zeros(700, np.float32)
     logits[600] = bad
     decision, _ = decide_split(logits, make_row(Sampling(temperature=0.0)), [0, 300, 700])
-    assert decision.flag == FAILED
+    assert decision.flag == NOT_FINITE
 
 
 def test_nothing_allowed_fails_the_row():
     row = make_row(Sampling(temperature=1.0, allowed_token_ids=(7,)), banned=(7,))
-    assert decide_split(np.zeros(700, np.float32), row, [0, 300, 700])[0].flag == FAILED
+    assert decide_split(np.zeros(700, np.float32), row, [0, 300, 700])[0].flag == NONE_ALLOWED
 
 
 def test_processors_on_slices_equal_those_on_the_row():

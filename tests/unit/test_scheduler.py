@@ -12,8 +12,8 @@ from mpillm.engine.request import Request, Sampling
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 
 
-def make(prompt_len, max_tokens):
-    request = Request(1, 0, "a", "completion", True, ((1,) * prompt_len,), Sampling(max_tokens=max_tokens), "m")
+def make(prompt_len, max_tokens, index=0):
+    request = Request(1, index, "a", "completion", True, ((1,) * prompt_len,), Sampling(max_tokens=max_tokens), "m")
     return Sequence(request, 0, 0, np.arange(prompt_len, dtype=np.int32), max_tokens, 0)
 
 
@@ -44,10 +44,11 @@ def test_ledger_refuses_what_nobody_holds():
 @given(lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 12), st.integers(0, 12)), max_size=12),
        max_batch=st.integers(1, 5), chunk=st.integers(1, 64), block=st.integers(1, 16), n_blocks=st.integers(1, 12))
 def test_every_sequence_runs_to_its_end_and_is_computed_once(lengths, max_batch, chunk, block, n_blocks):
-    sequences = [make(p, m) for p, m, _ in lengths]
+    sequences = [make(p, m, i) for i, (p, m, _) in enumerate(lengths)]
     early = {id(s): min(e, m) for s, (_, m, e) in zip(sequences, lengths, strict=True)}
     scheduler = Scheduler(sequences, BlockLedger(n_blocks), Limits(max_batch, chunk, block))
     refused = {id(s) for s, need in scheduler.refused() if need > n_blocks}
+    scheduler.drop({s.request.index for s in sequences if id(s) in refused})
     seen = {id(s): [] for s in sequences}
     for _ in range(5000):
         parts = scheduler.plan()
