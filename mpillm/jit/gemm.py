@@ -95,7 +95,7 @@ def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> ty
 
 
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
-VECTOR, ROWS, STRIDED = (reads(types.float32, d, layout) for d, layout in ((1, "C"), (2, "C"), (2, "A")))
+VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
 ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
 
 
