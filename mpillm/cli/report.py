@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from mpillm.config import RunConfig, format_size
 from mpillm.partition import Layout
@@ -20,6 +18,9 @@ SHOWN = 64   # rows of a table: more ranks than that are cut in the middle
 
 def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ()) -> str:
     """A table as text; columns named in ``left`` are aligned left, the others right."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for name in header:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")

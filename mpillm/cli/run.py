@@ -12,7 +12,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,16 +29,17 @@ from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_d
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits as Budgets
 from mpillm.engine.scheduler import Scheduler, Sequence
-from mpillm.engine.text import TextStream
 from mpillm.errors import MpillmError
 from mpillm.formats import hdf5, results
-from mpillm.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
 from mpillm.machine import affinity, launch, memory
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
 from mpillm.partition import Layout, Span, balance, describe
+
+if TYPE_CHECKING:
+    from mpillm.engine.text import TextStream  # only roots need a tokenizer, and what it imports
 
 LOG = logging.getLogger("mpillm.run")
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
@@ -115,9 +116,9 @@ def versions() -> dict[str, str]:
 
 def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | None:
     """The model's tokenizer; None where it has none. Raises ModelError."""
+    from mpillm.formats.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+
     if checkpoint.kind == "gguf":
-        if "tokenizer.ggml.model" not in checkpoint.metadata:
-            return None
         return tokenizer_from_gguf(checkpoint.metadata, settings.chat_template)
     return tokenizer_from_folder(checkpoint.path, settings.chat_template)
 
@@ -223,9 +224,13 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
         tokenizer = open_tokenizer(job.path, checkpoint, settings)
 
     def text_stream(sequence: Sequence) -> TextStream | None:
+        if tokenizer is None:
+            return None
+        from mpillm.engine.text import TextStream
+
         s = sequence.request.sampling
-        return None if tokenizer is None else TextStream(tokenizer, sequence.prompt.tolist(), s.stop,
-                                                         s.skip_special_tokens, s.include_stop_str_in_output)
+        return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
+                          s.include_stop_str_in_output)
 
     with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
         for line in batch.failed:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_tokens, sequence_seed
 from mpillm.engine.sampling import CONTINUE, FINISHED, NONE_ALLOWED, NOT_FINITE, Decision, Row, Sampler
 from mpillm.engine.scheduler import Part, Scheduler, Sequence
-from mpillm.engine.text import TextStream
 from mpillm.layers.attention import LayerCache, Rows
 from mpillm.models.llama import Llama
+
+if TYPE_CHECKING:
+    from mpillm.engine.text import TextStream
 
 STEP_RECORD = np.dtype([("rows_prefill", np.int32), ("rows_decode", np.int32), ("start_s", np.float64),
                         ("total_s", np.float64), ("communication_s", np.float64), ("waited_s", np.float64)])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any
 
 LOG = logging.getLogger("mpillm.progress")
 
@@ -20,8 +18,11 @@ class RunProgress:
         self.prefilled = self.generated = self.finished = 0
         self._start = time.perf_counter()
         self._said = self._start - every      # the first step is worth a line: the run has begun
-        self._bar: Progress | None = None
+        self._bar: Any = None
         if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(),
                                  TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[rate]}"),
                                  TimeElapsedColumn(), console=Console(stderr=True))
