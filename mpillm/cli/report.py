@@ -24,14 +24,19 @@ def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], lef
     table = Table(box=None, pad_edge=False)
     for name in header:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    rows = [[str(cell) for cell in row] for row in rows]
+    rows = [[printable(str(cell)) for cell in row] for row in rows]
     if len(rows) > SHOWN:
         rows = rows[:SHOWN // 2] + [["..."] * len(header)] + rows[-SHOWN // 2:]
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=150, no_color=True, highlight=False, markup=False).print(table)
+    Console(file=out, width=150, no_color=True, highlight=False, markup=False, emoji=False).print(table)
     return "\n".join([title] + [line.rstrip() for line in out.getvalue().rstrip().splitlines()])
+
+
+def printable(text: str) -> str:
+    """``text`` without characters that a terminal would act on."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], title: str) -> str:

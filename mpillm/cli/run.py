@@ -29,8 +29,8 @@ from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_d
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits as Budgets
 from mpillm.engine.scheduler import Scheduler, Sequence
-from mpillm.errors import MpillmError
-from mpillm.formats import hdf5, results
+from mpillm.errors import MpillmError, OutputError
+from mpillm.formats import hdf5
 from mpillm.machine import affinity, launch, memory
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
@@ -47,9 +47,10 @@ VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
 @dataclass
 class Batch:
-    """The lines of the prompts file and the tokenizer that read them: rank 0 alone has them, replicas get shares."""
+    """What rank 0 alone has: the prompts' lines, of which replicas get shares, their tokenizer, the outputs."""
 
     tokenizer: Any | None = None
+    outputs: io.Outputs | None = None
     requests: list[Request] = field(default_factory=list)
     failed: list[FailedLine] = field(default_factory=list)
 
@@ -82,19 +83,19 @@ def run(argv: list[str] | None) -> int:
     try:
         _work(world, settings, job, batch, clock)
     finally:
-        if world.rank == 0:
-            with contextlib.suppress(OSError):
-                os.rmdir(job.parts)      # only if nothing was written yet
+        if batch.outputs is not None:
+            batch.outputs.release()
     return 0
 
 
 def prepare(settings: RunConfig, batch: Batch) -> Job:
     """On rank 0: outputs, model and prompts are usable; fills ``batch``. Raises MpillmError."""
-    io.check_results(settings.results_path, settings.overwrite)
-    parts = io.check_output(settings.output_path, settings.overwrite)
+    path = io.find_model(settings.model)
+    io.check_names(settings.output_path, settings.results_path, (
+        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
+    batch.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite)
     try:
         io.check_template(settings.chat_template)
-        path = io.find_model(settings.model)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
@@ -103,9 +104,9 @@ def prepare(settings: RunConfig, batch: Batch) -> Job:
         context = setup.context_of(settings, model)
         read_prompts(settings, model, context, tokenizer, batch)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, parts, context, eos_ids, int(time.time()), versions())
+        return Job(path, model, batch.outputs.parts, context, eos_ids, int(time.time()), versions())
     except MpillmError:
-        os.rmdir(parts)
+        batch.outputs.release()
         raise
 
 
@@ -153,6 +154,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     compile_kernels(world, settings, job.model, weights)
 
     model = load(world, settings, job, split, replica, weights)
+    world.agree(lambda: batch.outputs.begin() if batch.outputs is not None else None)
     requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else ())
     outcome = None
     if replica is not None and model is not None:
@@ -238,7 +240,10 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
         sampler = Sampler(replica, share.vocab.start, widest)
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
                          text_stream=text_stream, replica=replica.index, clock_start=clock)
-        steps = loop.run()
+        try:
+            steps = loop.run()
+        except OutputError as error:
+            raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
     return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
 
 
@@ -297,13 +302,12 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
                                                     strict=True)))
     ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
                             for rank, outcome in enumerate(outcomes))
-    parts = [results_part(job.parts, index) for index in range(split.layout.dp)]
-    results.merge(parts, settings.results_path)
-    for part in parts:
-        os.unlink(part)
+    assert batch.outputs is not None, "rank 0 holds the outputs"
+    batch.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
     summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
                         [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
                         settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
+    batch.outputs.commit_results()
     report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
                                                        for rank, outcome in enumerate(outcomes) if outcome is not None],
                      time.perf_counter() - clock)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from mpillm.cli.report import render
+from mpillm.cli.report import printable, render
 from mpillm.errors import InputError
 
 EXAMPLES = """\
@@ -21,10 +21,16 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="mpillm show", description="Print a short table of a run's results.",
                                 epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("output", metavar="FILE", help="HDF5 output of a run")
-    p.add_argument("--width", type=int, default=60, metavar="N",
+    p.add_argument("--width", type=_count, default=60, metavar="N",
                    help="characters of a text that are shown (default 60)")
-    p.add_argument("--rows", type=int, default=16, metavar="N", help="choices that are shown (default 16)")
+    p.add_argument("--rows", type=_count, default=16, metavar="N", help="choices that are shown (default 16)")
     return p
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
 
 
 def show(argv: list[str]) -> int:
@@ -36,15 +42,18 @@ def show(argv: list[str]) -> int:
         with h5py.File(given.output, "r") as file:
             requests, sequences = file["requests"][:], file["sequences"][:given.rows]
             total, name = len(file["sequences"]), _model_name(file)
-    except (OSError, KeyError) as error:
-        raise InputError(f"{given.output} is not an output of mpillm: {error}") from None
+            rows = [_row(requests, sequence, given.width) for sequence in sequences]
+            failed = [f"failed with {r['status']}: {printable(r['error'].decode())}"
+                      for r in requests[requests["status"] != 0][:given.rows]]
+    except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{given.output} is not an output of mpillm: {' '.join(str(error).split())[:200]}") from None
     print(render(f"{given.output}: {len(requests)} requests, {total} choices, model {name}",
                  ["id", "choice", "prompt", "tokens", "end", "first token s", "decode s", "text"],
-                 [_row(requests, sequence, given.width) for sequence in sequences], left=("id", "text")))
+                 rows, left=("id", "text")))
     if total > given.rows:
         print(f"... and {total - given.rows} more")
-    for request in requests[requests["status"] != 0][:given.rows]:
-        print(f"failed with {request['status']}: {request['error'].decode()}")
+    for line in failed:
+        print(line)
     return 0
 
 

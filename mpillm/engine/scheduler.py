@@ -74,9 +74,10 @@ class Scheduler:
         self.waiting = deque(waiting)
         self.running: list[Sequence] = []
         self.ledger, self.limits = ledger, limits
-        self._slots = list(range(limits.max_batch - 1, -1, -1))
+        slots = max(1, min(limits.max_batch, len(self.waiting)))
+        self._slots = list(range(slots - 1, -1, -1))
         widest = max((self._need(s) for s in self.waiting), default=0)
-        self.block_table = np.zeros((limits.max_batch, max(1, min(widest, ledger.n_blocks))), np.int32)
+        self.block_table = np.zeros((slots, max(1, min(widest, ledger.n_blocks))), np.int32)
 
     def _need(self, sequence: Sequence) -> int:
         # The last generated token is never fed back, so its position needs no place.

@@ -57,9 +57,10 @@ __all__ = ["LogitsPart", "RANKS", "ReplicaPart", "SCHEMA_VERSION", "STEPS", "Seq
            "step_table", "whole_requests"]
 
 _Path = str | os.PathLike[str]
+LOCK = "lock"        # file in the folder of parts that the run holds
 
 
-def check_output(path: _Path, overwrite: bool) -> str:
+def check_output(path: _Path, overwrite: bool, keep: bool = False) -> str:
     """Makes the empty folder for the parts of ``path`` and returns its name; call before any work.
 
     Making it is the test that the folder can be written, and stops a second job on the same output.
@@ -68,7 +69,8 @@ def check_output(path: _Path, overwrite: bool) -> str:
     ------
     OutputError
         the output exists (with ``overwrite``: and is not an HDF5 file, which is never deleted); its folder is
-        missing or cannot be written; parts of an earlier run lie there (with ``overwrite`` they are removed).
+        missing or cannot be written; parts of an earlier run lie there (with ``overwrite`` they are removed,
+        or left for ``clear_parts`` if ``keep``).
     """
     target = _target(path)
     folder, parts, unfinished = os.path.dirname(target), target + ".parts", target + ".tmp"
@@ -86,7 +88,8 @@ def check_output(path: _Path, overwrite: bool) -> str:
         if not overwrite:
             raise OutputError(f"{parts} has parts of an earlier run that did not finish, or of one that "
                               "still runs: move it away, or use --overwrite to delete it")
-        discard_parts(parts)
+        if not keep:
+            discard_parts(parts)
     try:
         with contextlib.suppress(FileExistsError):  # an empty folder is as good
             os.mkdir(parts)
@@ -124,20 +127,28 @@ def _check_existing(path: _Path, target: str, overwrite: bool) -> None:
 
 def _is_empty_folder(path: str) -> bool:
     try:
-        return os.path.isdir(path) and not os.listdir(path)
+        return os.path.isdir(path) and not set(os.listdir(path)) - {LOCK}
     except OSError as error:
         raise OutputError(f"cannot read the folder {path}: {reason(error)}") from error
 
 
 def discard_parts(parts_dir: _Path) -> None:
     """Removes a folder of parts; OutputError when something else lies in it, which stays."""
+    clear_parts(parts_dir, lock_too=True)
     try:
-        for name in os.listdir(parts_dir):
-            if part_replica(name) or RESULTS_PART.fullmatch(name):
-                os.unlink(os.path.join(parts_dir, name))
         os.rmdir(parts_dir)
     except OSError as error:
         raise OutputError(f"cannot remove {parts_dir}: {reason(error)}: move it away") from error
+
+
+def clear_parts(parts_dir: _Path, lock_too: bool = False) -> None:
+    """Removes all parts from their folder; OutputError when that fails."""
+    try:
+        for name in os.listdir(parts_dir):
+            if part_replica(name) or RESULTS_PART.fullmatch(name) or lock_too and name == LOCK:
+                os.unlink(os.path.join(parts_dir, name))
+    except OSError as error:
+        raise OutputError(f"cannot clear {parts_dir}: {reason(error)}: move it away") from error
 
 
 def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], steps: np.ndarray,

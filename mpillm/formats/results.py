@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from mpillm.errors import OutputError
+from mpillm.formats.hold import Hold
 from mpillm.formats.jsonl import dumps_strict
 
 _PREFIX = 17
@@ -51,26 +52,66 @@ def _offsets(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         at += len(line)
 
 
-def merge(parts: Iterable[str], output: str) -> int:
-    """Write all records in order of their index to ``output``, whole or not at all; the number of them.
+class Target:
+    """The results file: its temporary name is held from the start, filled from the parts, then renamed.
 
-    Holds one record at a time beside the table of their places. Raises OutputError.
+    Symbolic links are followed. Raises OutputError when the file exists and may not be replaced, is no regular
+    file, or cannot be written.
     """
-    temporary = output + ".tmp"
-    try:
-        files = [open(path, "rb") for path in parts]
+
+    def __init__(self, path: str, overwrite: bool) -> None:
+        self.path, self._overwrite = path, overwrite
+        self._final = os.path.realpath(path)
+        folder = os.path.dirname(self._final)
+        if os.path.isdir(self._final) or path.endswith(os.sep):
+            raise OutputError(f"results {path} is a folder: name a file")
+        if not os.path.isdir(folder):
+            raise OutputError(f"results {path}: the folder {folder} does not exist: make it, or choose "
+                              "another --results")
+        self._check_existing()
+        self._hold = Hold(self._final + ".tmp", f"the results {path}")
+        if self._hold.nbytes and not overwrite:
+            self._hold.release(keep=True)
+            raise OutputError(f"{self._final}.tmp is left from an earlier run: move it away, or use --overwrite")
+
+    def _check_existing(self) -> None:
+        if os.path.lexists(self._final) and not os.path.isfile(self._final):
+            raise OutputError(f"results {self.path} is not a regular file: choose another --results")
+        if os.path.exists(self._final) and not self._overwrite:
+            raise OutputError(f"results {self.path} exists: choose another --results, or use --overwrite")
+
+    def fill(self, parts: Iterable[str]) -> int:
+        """Write all records in order of their index; the number of them.
+
+        Holds one record at a time beside the table of their places.
+        """
         try:
-            places = sorted((index, number, at, size) for number, file in enumerate(files)
-                            for index, at, size in _offsets(file))
-            with open(temporary, "wb") as target:
-                for _, number, at, size in places:
-                    target.write(os.pread(files[number].fileno(), size, at))
-                target.flush()
-                os.fsync(target.fileno())
-        finally:
-            for file in files:
-                file.close()
-        os.replace(temporary, output)
-    except OSError as error:
-        raise OutputError(f"results {output}: {error.strerror}") from None
-    return len(places)
+            files = [open(path, "rb") for path in parts]
+            try:
+                places = sorted((index, number, at, size) for number, file in enumerate(files)
+                                for index, at, size in _offsets(file))
+                os.ftruncate(self._hold.descriptor, 0)
+                with open(self._hold.descriptor, "wb", closefd=False) as target:
+                    for _, number, at, size in places:
+                        target.write(os.pread(files[number].fileno(), size, at))
+                    target.flush()
+                    os.fsync(target.fileno())
+            finally:
+                for file in files:
+                    file.close()
+        except OSError as error:
+            raise OutputError(f"results {self.path}: {error.strerror}") from None
+        return len(places)
+
+    def commit(self) -> None:
+        """Rename the filled file."""
+        self._check_existing()
+        try:
+            os.replace(self._hold.path, self._final)
+        except OSError as error:
+            raise OutputError(f"results {self.path}: {error.strerror}") from None
+        self._hold.release(keep=True)
+
+    def release(self) -> None:
+        """Let go; what was not committed is removed (the parts have it)."""
+        self._hold.release()

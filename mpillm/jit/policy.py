@@ -85,6 +85,11 @@ def _choose_cache() -> tuple[str | None, str | None]:
 CACHE_DIR, _problem = _choose_cache()
 if CACHE_DIR is not None:
     os.environ["NUMBA_CACHE_DIR"] = CACHE_DIR
+# Settings of numba's that the kernels cannot run under; threads are set by set_threads().
+for _name in ("NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER"):
+    os.environ.pop(_name, None)
+if not os.environ.get("NUMBA_NUM_THREADS", "1").isdecimal():
+    del os.environ["NUMBA_NUM_THREADS"]
 # workqueue ends the process when two threads call kernels at once; it stays the last resort.
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 

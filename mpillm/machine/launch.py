@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, MutableMapping
 
@@ -11,6 +12,7 @@ from mpillm.machine.topology import read_text
 # mpirun's own variables first: below a scheduler, mpirun starts its daemons with srun, whose figures differ
 SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "mpirun or srun (PMI)"),
          ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"), ("SLURM_STEP_NUM_TASKS", "srun"))
+SHARED_BYTES = 1 << 20        # of /dev/shm that MPI maps for each rank of a node
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
                "PMI_RANK")
@@ -60,6 +62,7 @@ def prepare_environment(environment: MutableMapping[str, str], cpus: int) -> Non
     """Settings that MPI reads once, when it starts; what the user has set stays.
 
     More ranks than CPUs: waiting ranks give their cores away. An abort prints our line, not MPICH's also.
+    LaunchError when the node's shared memory is too small.
     """
     environment.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     ranks = local_ranks(environment)
@@ -67,6 +70,20 @@ def prepare_environment(environment: MutableMapping[str, str], cpus: int) -> Non
         environment.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         environment.setdefault("I_MPI_THREAD_YIELD", "2")
+    check_shared_memory(environment)
+
+
+def check_shared_memory(environment: Mapping[str, str], folder: str = "/dev/shm") -> None:
+    """LaunchError when the node's shared memory is too small for its ranks: MPI would end by SIGBUS later."""
+    ranks = local_ranks(environment)
+    if ranks is None or ranks < 2 or not os.path.isdir(folder):
+        return
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < ranks * SHARED_BYTES:
+        raise _once_per_node(environment, LaunchError(
+            f"{folder} has {free >> 10} KiB free, {ranks} ranks need {ranks * SHARED_BYTES >> 10} KiB of it: "
+            f"make it larger (mount -o remount,size=1g {folder}; for containers --shm-size=1g)"))
 
 
 def check_size(environment: Mapping[str, str], size: int, library: str) -> None:
