@@ -47,7 +47,7 @@ def end(error: BaseException) -> int:
     if not agreed and world.rank:
         # Ranks that fail alike at once: let the first say it, its abort ends the others
         time.sleep(min(0.4 * world.rank, 3.0))
-    if not getattr(error, "quiet", False) and not (isinstance(error, KeyboardInterrupt) and world and world.rank):
+    if not getattr(error, "quiet", False):
         _print(message(error, "" if agreed else f"rank {world.rank} ({world.host}): "))
     _flush()
     if not agreed:

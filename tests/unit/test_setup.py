@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import h5py
@@ -14,7 +15,7 @@ from made_models import random_tensors, tiny, write_folder
 from mpillm import io, kernels
 from mpillm.config import RunConfig
 from mpillm.engine import kvcache, setup
-from mpillm.errors import InputError, ModelError, OutputError, ResourceError, UsageError
+from mpillm.errors import ModelError, OutputError, ResourceError, UsageError
 from mpillm.layers.attention import Rows
 from mpillm.models import registry
 from mpillm.models.parse import open_model
@@ -278,51 +279,39 @@ def test_the_demo_package_is_the_one_that_is_named_in_the_makefile():
         assert io.DEMO_PACKAGE.replace("_", "-") in file.read()
 
 
-def test_results_are_new_or_may_be_replaced(tmp_path):
-    path = tmp_path / "r.jsonl"
-    io.check_results(str(path), False)
-    assert not path.exists(), "a check makes nothing"
-    path.write_text("old\n")
-    with pytest.raises(OutputError, match="r.jsonl exists: choose a new name or add --overwrite"):
-        io.check_results(str(path), False)
-    io.check_results(str(path), True)
-    assert path.read_text() == "old\n"
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OutputError, match="dangling exists"):
-        io.check_results(str(tmp_path / "dangling"), False)
+def everything(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
-def test_results_need_a_folder_that_can_be_written(tmp_path, monkeypatch):
-    for overwrite in (False, True):
-        with pytest.raises(OutputError, match="is a folder: name a file"):
-            io.check_results(str(tmp_path), overwrite)
-        with pytest.raises(OutputError, match="the folder /no/such does not exist"):
-            io.check_results("/no/such/r.jsonl", overwrite)
-    monkeypatch.chdir(tmp_path)
-    io.check_results("r.jsonl", False)
-    monkeypatch.setattr(os, "access", lambda *_: False)      # root may write everywhere
-    with pytest.raises(OutputError, match="is not writable"):
-        io.check_results("r.jsonl", False)
-
-
-@pytest.mark.xfail(strict=True, reason="the merge renames over whatever is there: a pipe, a device like /dev/null")
-def test_results_that_are_no_regular_file_are_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError):
-        io.check_results(str(tmp_path / "pipe"), True)
-
-
-def test_the_check_of_an_output_makes_the_folder_of_its_parts(tmp_path):
-    path = str(tmp_path / "out.h5")
-    parts = io.check_output(path, False)
-    assert parts == path + ".parts" and os.listdir(parts) == [] and not os.path.exists(path)
-    with h5py.File(path, "w") as file:
+def test_outputs_are_new_or_may_be_replaced(tmp_path):
+    output, results = tmp_path / "out.h5", tmp_path / "r.jsonl"
+    held = io.Outputs(str(output), str(results), False)
+    assert held.parts == str(output) + ".parts" and not output.exists() and not results.exists()
+    held.release()
+    assert everything(tmp_path) == []
+    with h5py.File(output, "w") as file:
         file["x"] = 1
-    with pytest.raises(OutputError, match="exists"):
-        io.check_output(path, False)
-    assert io.check_output(path, True) == parts
-    with pytest.raises(OutputError, match="the folder /no/such of the output"):
-        io.check_output("/no/such/out.h5", False)
+    for names in ((output, results), (tmp_path / "new.h5", tmp_path / "old.jsonl")):
+        (tmp_path / "old.jsonl").write_text("old\n")
+        with pytest.raises(OutputError, match="(out.h5|old.jsonl) exists.*--overwrite"):
+            io.Outputs(*map(str, names), False)
+        assert everything(tmp_path) == ["old.jsonl", "out.h5"], "a refused run leaves nothing"
+    io.Outputs(str(output), str(tmp_path / "old.jsonl"), True).release()
+    assert (tmp_path / "old.jsonl").read_text() == "old\n" and h5py.is_hdf5(output)
+    assert everything(tmp_path) == ["old.jsonl", "out.h5"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_outputs_need_folders_and_regular_files(tmp_path, overwrite):
+    os.mkfifo(tmp_path / "pipe")
+    fine = {"output": str(tmp_path / "out.h5"), "results": str(tmp_path / "r.jsonl")}
+    for wrong, words in (("/no/such/x", "the folder /no/such"), (str(tmp_path), "is a folder"),
+                         (str(tmp_path / "pipe"), "not a regular file" if overwrite else "pipe")):
+        for which in fine:
+            names = fine | {which: wrong}
+            with pytest.raises(OutputError, match=words):
+                io.Outputs(names["output"], names["results"], overwrite)
+            assert everything(tmp_path) == ["pipe"], (which, wrong)
 
 
 def test_a_chat_template_has_to_be_a_file(tmp_path):
@@ -330,5 +319,5 @@ def test_a_chat_template_has_to_be_a_file(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     io.check_template(str(tmp_path / "t.jinja"))
     for path in (tmp_path / "other.jinja", tmp_path):
-        with pytest.raises(InputError, match="--chat-template .*: there is no such file"):
+        with pytest.raises(UsageError, match="--chat-template .*: there is no such file"):
             io.check_template(str(path))
