@@ -270,6 +270,9 @@ def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split:
     free = memory.available_nbytes() // world.node_size - setup.activation_bytes(settings, job.model, share)
     offer = setup.affordable_blocks(
         settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
+    if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:
+        LOG.warning("--kv-memory %s is more than the %s that are free on a rank: that much is taken",
+                    format_size(settings.kv_memory), format_size(max(free, 0)))
     offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
     agreed = np.zeros(1, np.int64)
     if offers is not None:

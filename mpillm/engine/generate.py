@@ -321,4 +321,5 @@ class BatchLoop:
                 f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} needs {blocks} cache "
                 f"blocks, the whole cache has {ledger.n_blocks} ({ledger.n_blocks * block} positions): "
                 "raise --kv-memory or lower max_tokens"), "cache_too_small", 400)
-        self.sink.progress(0, 0, len(too_long))
+        if too_long:
+            self.sink.progress(0, 0, len(too_long))

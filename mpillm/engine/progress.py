@@ -23,7 +23,7 @@ class RunProgress:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(),
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=12),
                                  TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[rate]}"),
                                  TimeElapsedColumn(), console=Console(stderr=True))
             self._task = self._bar.add_task("requests" + share, total=total, rate="")
@@ -36,17 +36,26 @@ class RunProgress:
         self.finished += finished
         now = time.perf_counter()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.finished, rate=self._rate(now))
+            self._bar.update(self._task, completed=self.finished, rate=self._brief(now))
         elif now - self._said >= self.every:
             LOG.info("%d of %d requests%s, %s", self.finished, self.total, self.share, self._rate(now))
             self._said = now
+
+    def _brief(self, now: float) -> str:
+        """For the bar, which has little room."""
+        text = f"{self.generated / max(now - self._start, 1e-9):.1f} t/s"
+        if self.finished and self.finished < self.total:
+            text += f", {_clock(self._left(now))} left"
+        return text
+
+    def _left(self, now: float) -> float:
+        return (now - self._start) / self.finished * (self.total - self.finished)
 
     def _rate(self, now: float) -> str:
         seconds = max(now - self._start, 1e-9)
         text = f"{self.generated / seconds:.1f} tokens/s generated, {self.prefilled / seconds:.1f} prefilled"
         if self.finished and self.finished < self.total:
-            left = seconds / self.finished * (self.total - self.finished)
-            text += f", about {_clock(left)} left"
+            text += f", about {_clock(self._left(now))} left"
         return text
 
     def close(self) -> None:

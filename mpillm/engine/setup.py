@@ -45,7 +45,8 @@ class LoadedModel:
 def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int) -> Split:
     """The layout and the split of the model over the ranks of a replica.
 
-    ``memory``: bytes that each rank may use. Raises UsageError (tp too large), ResourceError (nothing fits).
+    ``memory``: bytes that each rank may use. A tp that is asked for need only hold the weights; one that is chosen
+    leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
     sizes = registry.sizes(model, weights, run.weights)
 
