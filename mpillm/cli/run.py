@@ -218,7 +218,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
     sequences = sequences_of(requests, ends, settings.seed)
     n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
     cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
-    LOG.info("cache: %d block(s) of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
+    LOG.info("cache: %d blocks of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
     scheduler = Scheduler(sequences, BlockLedger(n_blocks),
                           Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
