@@ -49,18 +49,19 @@ def measure(folder: str, ranks: int, kv_mode: str, batch: int, given: argparse.N
             print(json.dumps({"prompt_token_ids": ids, "max_tokens": given.tokens, "temperature": 0,
                               "ignore_eos": True}), file=file)
     command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpillm.main", "--prompts", prompts, "--output",
-               output, "--tp", str(ranks), "--kv-mode", kv_mode, "--overwrite", "--log-level", "warning",
+               output, "--tp", str(ranks), "--kv-mode", kv_mode, "--overwrite", "--log-level", "error",
                *(["--model", given.model] if given.model else []), "--weights", given.weights]
     subprocess.run(command, check=True)
     with h5py.File(output) as file:
         steps, weights = file["steps"][:], int(file["ranks"]["weight_bytes"].sum())
+        threads = int(file["ranks"]["threads"].sum())
     seconds = steps["compute_s"] + steps["communication_s"] + steps["wait_s"]
     first = steps["rank"] == 0
     prefill = first & (steps["rows_prefill"] > 0) & (steps["rows_decode"] == 0)
     decode = first & (steps["rows_prefill"] == 0)
     exchange = steps["communication_s"] + steps["wait_s"]
     return {"pp": float(np.median(steps["rows_prefill"][prefill] / seconds[prefill])),
-            "tg": float(np.median(steps["rows_decode"][decode] / seconds[decode])), "bytes": weights,
+            "tg": float(np.median(steps["rows_decode"][decode] / seconds[decode])), "bytes": weights, "threads": threads,
             "step": float(np.median(seconds[decode])), "exchange": 1e3 * float(np.median(exchange[decode]))}
 
 
@@ -84,13 +85,13 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores; read bandwidth {limit[1]:.1f} GB/s with one thread, {limit[2]:.1f} with two; "
           f"weights {given.weights}, prompt {given.prompt}, {given.tokens} tokens, medians of {given.rounds} rounds")
-    print("| ranks | KV mode | batch | prefill t/s | decode t/s | exchanges ms/step | decode GB/s | of bandwidth |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| ranks | threads | KV mode | batch | prefill t/s | decode t/s | exchanges ms/step | decode GB/s | of bandwidth |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for (ranks, kv_mode, batch), runs in found.items():
         mid = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         rate = mid["bytes"] / mid["step"] / 1e9
-        print(f"| {ranks} | {kv_mode} | {batch} | {mid['pp']:.1f} | {mid['tg']:.1f} | {mid['exchange']:.2f} | "
-              f"{rate:.1f} | {100 * rate / limit[min(ranks, 2)]:.0f} % |")
+        print(f"| {ranks} | {mid['threads']:.0f} | {kv_mode} | {batch} | {mid['pp']:.1f} | {mid['tg']:.1f} | {mid['exchange']:.2f} | "
+              f"{rate:.1f} | {100 * rate / limit[int(min(mid['threads'], 2, cores))]:.0f} % |")
 
 
 if __name__ == "__main__":
