@@ -61,8 +61,9 @@ def measure(folder: str, ranks: int, kv_mode: str, batch: int, given: argparse.N
     decode = first & (steps["rows_prefill"] == 0)
     exchange = steps["communication_s"] + steps["wait_s"]
     return {"pp": float(np.median(steps["rows_prefill"][prefill] / seconds[prefill])),
-            "tg": float(np.median(steps["rows_decode"][decode] / seconds[decode])), "bytes": weights, "threads": threads,
-            "step": float(np.median(seconds[decode])), "exchange": 1e3 * float(np.median(exchange[decode]))}
+            "tg": float(np.median(steps["rows_decode"][decode] / seconds[decode])), "bytes": weights,
+            "threads": threads, "step": float(np.median(seconds[decode])),
+            "exchange": 1e3 * float(np.median(exchange[decode]))}
 
 
 def main() -> None:
@@ -85,13 +86,14 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores; read bandwidth {limit[1]:.1f} GB/s with one thread, {limit[2]:.1f} with two; "
           f"weights {given.weights}, prompt {given.prompt}, {given.tokens} tokens, medians of {given.rounds} rounds")
-    print("| ranks | threads | KV mode | batch | prefill t/s | decode t/s | exchanges ms/step | decode GB/s | of bandwidth |")
+    print("| ranks | threads | KV mode | batch | prefill t/s | decode t/s | exchanges ms/step | decode GB/s | "
+          "of bandwidth |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (ranks, kv_mode, batch), runs in found.items():
         mid = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         rate = mid["bytes"] / mid["step"] / 1e9
-        print(f"| {ranks} | {mid['threads']:.0f} | {kv_mode} | {batch} | {mid['pp']:.1f} | {mid['tg']:.1f} | {mid['exchange']:.2f} | "
-              f"{rate:.1f} | {100 * rate / limit[int(min(mid['threads'], 2, cores))]:.0f} % |")
+        print(f"| {ranks} | {mid['threads']:.0f} | {kv_mode} | {batch} | {mid['pp']:.1f} | "
+              f"{mid['tg']:.1f} | {mid['exchange']:.2f} | {rate:.1f} | {100 * rate / limit[int(min(mid['threads'], 2, cores))]:.0f} % |")
 
 
 if __name__ == "__main__":
