@@ -93,7 +93,8 @@ def main() -> None:
         mid = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         rate = mid["bytes"] / mid["step"] / 1e9
         print(f"| {ranks} | {mid['threads']:.0f} | {kv_mode} | {batch} | {mid['pp']:.1f} | "
-              f"{mid['tg']:.1f} | {mid['exchange']:.2f} | {rate:.1f} | {100 * rate / limit[int(min(mid['threads'], 2, cores))]:.0f} % |")
+              f"{mid['tg']:.1f} | {mid['exchange']:.2f} | {rate:.1f} | "
+              f"{100 * rate / limit[int(min(mid['threads'], 2, cores))]:.0f} % |")
 
 
 if __name__ == "__main__":
