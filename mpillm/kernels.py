@@ -7,7 +7,8 @@ of threads or on how rows are cut into calls. Arrays are C-contiguous float32 un
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
 from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
+from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.quant.layout import FORMATS, LIMIT, PAIR, WORDS, allocate, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
 BLOCK = _attention.BLOCK
 KV_TYPES = ("f32", "f16", "bf16")
-_LARGEST = {"f32": np.float32(3.4028235e38), "f16": np.float32(65504), "bf16": np.float32(3.3895314e38)}
 _F32 = np.dtype(np.float32)
 _ELEMENTS_PER_THREAD = 16384      # below, starting a second thread costs more than it saves
 
@@ -36,12 +37,6 @@ threads = _policy.threads
 def _rows(name: str, x: np.ndarray) -> np.ndarray:
     assert x.ndim == 2 and x.dtype == _F32 and x.flags.c_contiguous, \
         f"{name}: a contiguous [rows, n] float32 array, not {x.dtype} {x.shape} with strides {x.strides}"
-    return x
-
-
-def _strided(name: str, x: np.ndarray) -> np.ndarray:
-    assert x.ndim == 2 and x.dtype == _F32 and (x.strides[1] == 4 or x.size == 0), \
-        f"{name}: [rows, n] float32 with contiguous rows, not {x.dtype} {x.shape}, strides {x.strides}"
     return x
 
 
@@ -58,30 +53,250 @@ def _output(name: str, out: np.ndarray | None, shape: tuple[int, int]) -> np.nda
     return _rows(name, out)
 
 
+ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
+
+
+@dataclass
+class Heads:
+    """Which heads an attention has: query heads in groups, one group for each KV head.
+
+    Query heads ``starts[j]`` ... ``stops[j] - 1`` use KV head j, each head one.
+    """
+
+    head_dim: int
+    n_heads: int
+    starts: np.ndarray      # int32 [J]
+    stops: np.ndarray       # int32 [J]
+
+    def __post_init__(self) -> None:
+        groups = self.stops - self.starts
+        assert (groups >= 0).all() and groups.sum() == self.n_heads, f"heads {self.starts} ... {self.stops}"
+
+    @property
+    def n_kv_heads(self) -> int:
+        return len(self.starts)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a sequence that go through a cache block together."""
+        return max(1, _attention.QUERIES // max(1, int((self.stops - self.starts).max(initial=1))))
+
+
+@dataclass
+class LayerCache:
+    """Keys and values of one layer, in blocks, as the kernels lay them out."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    kv_type: str
+
+
+@dataclass
+class Rows:
+    """The rows of one step, from any number of sequences; every layer sees the same.
+
+    Rows of consecutive positions of a sequence that stand together are worked on together.
+    """
+
+    tokens: np.ndarray       # int64 [T]
+    positions: np.ndarray    # int32 [T]
+    sequences: np.ndarray    # int32 [T], rows of block_table
+    block_table: np.ndarray  # int32 [S, blocks], cache blocks of each sequence in order of position
+    cos: np.ndarray          # float32 [T, D / 2]
+    sin: np.ndarray          # float32 [T, D / 2]
+
+
+class Plan:
+    """The operations of one step, recorded once over fixed buffers and run for any rows up to ``capacity``.
+
+    Arrays of rows are float32 [capacity, n]; a row may be a slice of a wider one. Each method records one operation.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.tape = capacity, _tape.Tape()
+        self._buffers: dict[tuple, np.ndarray] = {}
+        self._heads: Heads | None = None
+        self._n_blocks = 0
+        self._room = _NOTHING
+        self._ready = False
+
+    def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
+        """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
+
+        Asked for again, it is the same room.
+        """
+        whole = n if whole is None else whole
+        key = (name, whole)
+        if key not in self._buffers:
+            self._buffers[key] = np.zeros((self.capacity, whole), np.float32)
+        return self._buffers[key][:, before:before + n]
+
+    def call(self, family: str, function: Callable[[int], None]) -> None:
+        """Leave the kernels for ``function(rows)``."""
+        self.tape.call(family, lambda: function(self._n_rows))
+
+    def linear(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray,
+               rows: _tape.Cell = ROWS) -> None:
+        """out [., n] = x [., k] @ w.T + bias [n]. float32 sums along k in order; q8_0 quantises x first."""
+        assert x.shape == (self.capacity, w.k) and x.flags.c_contiguous, f"linear: x {x.shape}, {w.k} inputs"
+        assert out.shape == (self.capacity, w.n) and out.flags.c_contiguous, f"linear: out {out.shape}, n {w.n}"
+        assert bias is None or bias.shape == (w.n,), f"linear: bias {bias.shape if bias is not None else 0}, n {w.n}"
+        if w.n == 0:
+            return
+        given, scales = x, _NOTHING
+        if w.format == "q8_0":
+            given = self._codes(x)
+            scales = self.buffer("scales", w.k // 32)
+            self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, given, scales)
+        self.tape.add("linear", _gemm.linear_operation(w.format), given, scales, rows, w.k, w.data,
+                      _NOTHING if w.scales is None else w.scales, w.stride, bias is not None,
+                      _NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
+
+    def _codes(self, x: np.ndarray) -> np.ndarray:
+        key = ("codes", x.shape[1])
+        return self._buffers.setdefault(key, np.zeros(x.shape, np.int16))
+
+    def norm(self, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
+             chosen: bool = False) -> None:
+        """out = x / sqrt(mean(x**2) + eps) * weight, of the wanted rows of x only if ``chosen``."""
+        _same("norm", x, out, weight)
+        self.tape.add("norm", _elementwise.operation("norm"), WANTED if chosen else ROWS, x.shape[1], x, _stride(x), chosen,
+                      _tape.Cell("chosen"), weight, eps, out, _stride(out))
+
+    def add_norm(self, x: np.ndarray, y: np.ndarray, bias: np.ndarray | None, weight: np.ndarray | None, eps: float,
+                 out: np.ndarray) -> None:
+        """x += y (+ bias); out = norm of x, unless ``weight`` is None."""
+        _same("add_norm", x, y, bias)
+        _same("add_norm", x, out, weight)
+        assert x.flags.c_contiguous, f"add_norm: strides {x.strides}"
+        self.tape.add("norm", _elementwise.operation("add_norm"), ROWS, x.shape[1], x, y, _stride(y),
+                      bias is not None, _NOTHING if bias is None else bias, weight is not None,
+                      _NOTHING if weight is None else weight, eps, out, _stride(out))
+
+    def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
+        """out [., f] = silu(gate) * up for rows [gate f | up f]."""
+        assert gate_up.shape[1] == 2 * out.shape[1], f"silu_mul: {gate_up.shape}, {out.shape}"
+        self.tape.add("silu", _elementwise.operation("silu_mul"), ROWS, out.shape[1], gate_up, _stride(gate_up), out,
+                      _stride(out))
+
+    def rope_write(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: Heads, q_norm: np.ndarray | None,
+                   k_norm: np.ndarray | None, eps: float, cache: LayerCache) -> None:
+        """Norm (if given) and rotate q [., heads * D] and k [., kv * D] in place; write k and v into the cache.
+
+        Pairs are (i, i + D/2). A key or value that the cache's type cannot hold leaves NaN in the cache there.
+        """
+        size, n_kv = heads.head_dim, heads.n_kv_heads
+        assert q.shape[1] == heads.n_heads * size and k.shape == v.shape == (self.capacity, n_kv * size), \
+            f"rope_write: q {q.shape}, k {k.shape}, v {v.shape}"
+        self._check_cache("rope_write", cache, heads)
+        normed = q_norm is not None and k_norm is not None
+        name = cache.kv_type
+        self.tape.add("rope", _attention.rope_write_operation(name), ROWS, q, _stride(q), k, _stride(k), v, _stride(v),
+                      heads.n_heads, n_kv, size, _tape.Cell("cos"), _tape.Cell("sin"), normed,
+                      q_norm if normed else _NOTHING, k_norm if normed else _NOTHING, eps, cache.keys, cache.values,
+                      PAIR[name], LIMIT[name], _tape.Cell("sequences"), _tape.Cell("positions"), _tape.Cell("table"),
+                      _tape.Cell("table_width"))
+
+    def attention(self, q: np.ndarray, heads: Heads, cache: LayerCache, scale: float, window: int,
+                  out: np.ndarray) -> None:
+        """out = softmax(scale * q K) V for q [., heads * D].
+
+        A row attends to positions max(0, p - window + 1) ... p of its sequence (window 0: from 0).
+        """
+        assert q.shape == out.shape == (self.capacity, heads.n_heads * heads.head_dim), f"attention: q {q.shape}"
+        self._check_cache("attention", cache, heads)
+        if not heads.n_heads:
+            return
+        shared = (heads.starts, heads.stops, heads.n_kv_heads)
+        cell = _tape.Cell
+        group = heads.most_rows * int((heads.stops - heads.starts).max())
+        self.tape.add("attention", _attention.attention_operation(cache.kv_type), q, _stride(q), out, _stride(out),
+                      cache.keys, cache.values, *shared, cell("sequences"), cell("positions"), cell("table"),
+                      cell("table_width"), cell("tiles"), cell("n_tiles"), scale, heads.head_dim, window, group,
+                      cell("stretches"), cell("split"), cell("room"))
+        self.tape.add("attention", _attention.merge_operation(), out, _stride(out), *shared, cell("positions"),
+                      cell("tiles"), cell("n_tiles"), heads.head_dim, window, group, cell("stretches"), cell("split"),
+                      cell("room"))
+
+    def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
+        _check_kv(cache.kv_type)
+        size, (n_blocks, kv_heads) = heads.head_dim, cache.keys.shape[:2]
+        k_shape, v_shape, dtype = cache_shape(cache.kv_type, n_blocks, heads.n_kv_heads, size)
+        assert cache.keys.shape == k_shape and cache.values.shape == v_shape, \
+            f"{name}: caches {cache.keys.shape}, {cache.values.shape} for {heads.n_kv_heads} heads of {size}"
+        assert cache.keys.dtype == cache.values.dtype == dtype, f"{name}: {cache.keys.dtype} for {cache.kv_type}"
+        assert self._heads is None or self._heads.most_rows == heads.most_rows, f"{name}: groups of heads differ"
+        self._heads, self._n_blocks = heads, n_blocks
+
+    def run(self, rows: Rows, wanted: np.ndarray) -> None:
+        """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
+        m, table = len(rows.positions), rows.block_table
+        assert m <= self.capacity, f"{m} rows for a plan of {self.capacity}"
+        assert table.dtype == np.int32 and table.ndim == 2 and table.flags.c_contiguous, f"table {table.shape}"
+        assert rows.positions.shape == rows.sequences.shape == (m,), f"{rows.positions.shape}"
+        assert rows.positions.dtype == rows.sequences.dtype == np.int32 and wanted.dtype == np.int64
+        at, parts = _tape.address_of, _policy.threads()
+        tiles, n_tiles = np.empty(m + 1, np.int64), 0
+        stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
+        split, room = 0, _NOTHING
+        if self._heads is not None:
+            heads = self._heads
+            n_tiles = _attention.tiles_kernel()(rows.sequences, rows.positions, table.reshape(-1), table.shape[1],
+                                                len(table), self._n_blocks, heads.most_rows, tiles)
+            assert n_tiles >= 0, "a position that is attended to has no block in the table"
+            pairs = n_tiles * heads.n_kv_heads
+            if parts > 1 and stretches > 1 and pairs < 4 * parts:
+                split, room = 1, self._split_room(pairs * stretches, heads)
+            assert rows.cos.shape == rows.sin.shape == (m, heads.head_dim // 2), f"cos {rows.cos.shape}"
+        self._run({"rows": m, "wanted": len(wanted), "chosen": at(wanted), "positions": at(rows.positions),
+                   "sequences": at(rows.sequences), "table": at(table), "table_width": table.shape[1],
+                   "cos": at(rows.cos), "sin": at(rows.sin), "tiles": at(tiles), "n_tiles": n_tiles,
+                   "stretches": stretches, "split": split, "room": at(room)}, parts)
+
+    def _split_room(self, pieces: int, heads: Heads) -> np.ndarray:
+        width = -(-heads.head_dim // 16) * 16 + 2
+        size = pieces * heads.most_rows * int((heads.stops - heads.starts).max()) * width
+        if self._room.size < size:
+            self._room = np.empty(size, np.float32)
+        return self._room
+
+    def run_alone(self, rows: int) -> None:
+        """Run where no operation knows of sequences or a cache."""
+        self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
+
+    def _run(self, values: dict[str, int], parts: int) -> None:
+        if not self._ready:
+            self.tape.finish()
+            self._ready = True
+        self._n_rows = values["rows"]
+        self.tape.run(parts, values)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each family of operations since the plan was made, exchanges included."""
+        return self.tape.seconds()
+
+
+def _stride(x: np.ndarray) -> int:
+    assert x.dtype == _F32 and x.ndim == 2 and (x.strides[1] == 4 or x.shape[1] <= 1 or not len(x)), f"{x.dtype} {x.strides}"
+    return x.strides[0] // 4
+
+
+def _same(name: str, x: np.ndarray, y: np.ndarray, vector: np.ndarray | None) -> None:
+    assert x.shape == y.shape and (vector is None or vector.shape == x.shape[1:]), \
+        f"{name}: {x.shape}, {y.shape}, {None if vector is None else vector.shape}"
+
+
 def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
            out: np.ndarray | None = None) -> np.ndarray:
     """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; q8_0 quantises x first."""
     _rows("linear", x)
     m = x.shape[0]
-    assert x.shape[1] == w.k, f"linear: x is {x.shape}, the matrix has {w.k} inputs"
     out = _output("linear", out, (m, w.n))
-    if bias is None:
-        bias = _NOTHING
-    else:
-        assert bias.shape == (w.n,) and bias.dtype == _F32, f"linear: bias {bias.dtype} {bias.shape}, n {w.n}"
     if m == 0 or w.n == 0:
         return out
-    if w.k == 0:
-        out[:] = bias if bias.size else 0
-        return out
-    count = min(_policy.threads(), -(-w.n // 16))
-    tail = np.empty(16 * m, np.float32) if w.n % 16 else _NOTHING
-    if w.format != "q8_0":
-        w.kernel(x, _NOTHING, w.data, _NOTHING, w.stride, bias, out, tail, count)
-        return out
-    codes, scales = np.empty(x.shape, np.int16), np.empty((m, w.k // 32), np.float32)
-    _gemm.quantise_kernel()(x, codes, scales, min(m, _parts(x.size)))
-    w.kernel(codes, scales.ravel(), w.data, w.scales, w.stride, bias, out, tail, count)
+    plan = Plan(m)
+    plan.linear(x, w, bias, out)
+    plan.run_alone(m)
     return out
 
 
@@ -94,55 +309,6 @@ def lookup(w: PackedMatrix, ids: np.ndarray) -> np.ndarray:
                                         np.ascontiguousarray(ids), out)
     assert bad == 0, f"lookup: {bad} of {len(ids)} ids are outside 0 ... {w.n - 1}"
     return out
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
-    """x / sqrt(mean(x**2) + eps) * weight for rows of x [M, h] (strided); ``out`` may be x."""
-    _strided("rms_norm", x)
-    assert weight.shape == (x.shape[1],) and weight.dtype == _F32, f"rms_norm: {weight.shape}, x {x.shape}"
-    out = _output("rms_norm", out, x.shape)
-    _elementwise.elementwise_kernel(_elementwise.rms_norm)(x, weight, eps, out, _parts(x.size))
-    return out
-
-
-def head_rms_norm(x: np.ndarray, weight: np.ndarray, head_dim: int, eps: float) -> None:
-    """rms_norm of each head of x [M, heads * head_dim] (strided), in place."""
-    _strided("head_rms_norm", x)
-    assert weight.shape == (head_dim,) and x.shape[1] % head_dim == 0, \
-        f"head_rms_norm: x {x.shape}, weight {weight.shape}, head_dim {head_dim}"
-    _elementwise.elementwise_kernel(_elementwise.head_rms_norm)(x, weight, head_dim, eps)
-
-
-def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, head_dim: int) -> None:
-    """Rotate pairs (i, i + head_dim/2) of each head of x [M, heads * head_dim] (strided), in place.
-
-    cos, sin [M, head_dim / 2]: those of each row's position.
-    """
-    _strided("rope", x)
-    assert head_dim % 2 == 0 and x.shape[1] % head_dim == 0, f"rope: x {x.shape}, head_dim {head_dim}"
-    assert cos.shape == sin.shape == (x.shape[0], head_dim // 2), f"rope: cos {cos.shape}, x {x.shape}"
-    _elementwise.elementwise_kernel(_elementwise.rope)(x, cos, sin, head_dim)
-
-
-def silu_mul(gate_up: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """silu(gate) * up for rows [gate f | up f] of gate_up [M, 2f] -> [M, f]."""
-    _rows("silu_mul", gate_up)
-    assert gate_up.shape[1] % 2 == 0, f"silu_mul: {gate_up.shape}"
-    out = _output("silu_mul", out, (gate_up.shape[0], gate_up.shape[1] // 2))
-    _elementwise.elementwise_kernel(_elementwise.silu_mul)(gate_up, out, _parts(4 * out.size))
-    return out
-
-
-def add_in_place(x: np.ndarray, y: np.ndarray) -> None:
-    """x += y."""
-    assert x.shape == y.shape, f"add_in_place: {x.shape} and {y.shape}"
-    np.add(x, y, out=x)
-
-
-def largest(kv_type: str) -> float:
-    """The largest finite value of a cache type."""
-    _check_kv(kv_type)
-    return float(_LARGEST[kv_type])
 
 
 def _check_kv(kv_type: str) -> None:
@@ -173,70 +339,6 @@ def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int,
     k_shape, v_shape, dtype = cache_shape(kv_type, n_blocks, kv_heads, head_dim)
     k, v = (allocate(int(np.prod(shape)), dtype).reshape(shape) for shape in (k_shape, v_shape))
     return k, v
-
-
-def _check_rows(name: str, m: int, row_seq: np.ndarray, positions: np.ndarray,
-                table: np.ndarray) -> None:
-    assert row_seq.shape == positions.shape == (m,), f"{name}: {m} rows, {row_seq.shape}, {positions.shape}"
-    assert row_seq.dtype == positions.dtype == table.dtype == np.int32, f"{name}: indices must be int32"
-    assert table.ndim == 2, f"{name}: block table {table.shape}"
-
-
-def cache_write(k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str, k: np.ndarray, v: np.ndarray,
-                row_seq: np.ndarray, positions: np.ndarray, block_table: np.ndarray) -> int:
-    """Write k, v [M, kv * head_dim] (strided) at (row_seq[m], positions[m]), rounding to nearest even.
-
-    Returns how many values were not finite or beyond the type's range: an error of the model; they are
-    stored as the largest finite value, NaN as NaN.
-    """
-    _strided("cache_write", k), _strided("cache_write", v)
-    _check_rows("cache_write", k.shape[0], row_seq, positions, block_table)
-    assert k.shape == v.shape, f"cache_write: k {k.shape}, v {v.shape}"
-    kv_heads = k_cache.shape[1]
-    if kv_heads == 0:
-        return 0
-    size = k.shape[1] // kv_heads
-    _check_caches("cache_write", k_cache, v_cache, kv_type, size)
-    losses = np.zeros(max(1, min(len(k), _parts(k.size))), np.int64)
-    _attention.cache_write_kernel(kv_type)(
-        k_cache.reshape(-1), v_cache.reshape(-1), PAIR[kv_type], LIMIT[kv_type], _LARGEST[kv_type], k, v,
-        size, row_seq, positions, block_table, k_cache.shape[0], losses)
-    assert losses.min() >= 0, "cache_write: a row's position has no block in the table"
-    return int(losses.sum())
-
-
-def _check_caches(name: str, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str, size: int) -> None:
-    pair = PAIR[kv_type]
-    assert k_cache.dtype == v_cache.dtype == WORDS[kv_type], f"{name}: {k_cache.dtype} for {kv_type}"
-    assert k_cache.shape[3] * pair == size and v_cache.shape[2] == -(-size // 16), \
-        f"{name}: head_dim {size}, caches {k_cache.shape}, {v_cache.shape}"
-    assert k_cache.flags.c_contiguous and v_cache.flags.c_contiguous, f"{name}: caches are not contiguous"
-
-
-def attention(q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, kv_type: str,
-              head_kv_start: np.ndarray, head_kv_stop: np.ndarray, row_seq: np.ndarray,
-              positions: np.ndarray, block_table: np.ndarray, scale: float, window: int = 0,
-              out: np.ndarray | None = None) -> np.ndarray:
-    """softmax(scale * q K) V for q [M, Hq * head_dim] (strided) -> [M, Hq * head_dim].
-
-    Row m attends to positions max(0, p - window + 1) ... p of sequence row_seq[m], p = positions[m] (window
-    0: from 0). Query heads head_kv_start[j] ... head_kv_stop[j] - 1 use KV head j, each head one; int32 [kv].
-    Rows of consecutive positions of a sequence that stand together are worked on together.
-    """
-    _strided("attention", q)
-    _check_rows("attention", q.shape[0], row_seq, positions, block_table)
-    kv_heads, size = k_cache.shape[1], k_cache.shape[3] * PAIR[kv_type]
-    _check_caches("attention", k_cache, v_cache, kv_type, size)
-    assert len(head_kv_start) == len(head_kv_stop) == kv_heads, f"attention: {kv_heads} KV heads"
-    out = _output("attention", out, q.shape)
-    if out.size == 0:
-        return out
-    tiles = _attention.attention_kernel(kv_type)(
-        q, k_cache.reshape(-1), v_cache.reshape(-1), head_kv_start, head_kv_stop, row_seq, positions,
-        block_table, k_cache.shape[0], scale, size, window, out, _policy.threads())
-    assert tiles != -2, f"attention: heads {head_kv_start} ... {head_kv_stop}, q {q.shape}, size {size}"
-    assert tiles > 0, "attention: a position that is attended to has no block in the table"
-    return out
 
 
 def log_sum_exp_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -288,18 +390,17 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
     _check_kv(kv_type)
     for name in weight_formats:
-        _gemm.linear_kernel(name), _pack.pack_kernel(name), _pack.lookup_kernel(name)
+        _gemm.linear_operation(name), _pack.pack_kernel(name), _pack.lookup_kernel(name)
         if name == "q8_0":
-            _gemm.quantise_kernel(), _pack.pack_codes_kernel()
-    _attention.attention_kernel(kv_type), _attention.cache_write_kernel(kv_type)
-    for elementwise in (_elementwise.rms_norm, _elementwise.head_rms_norm, _elementwise.rope,
-                        _elementwise.silu_mul):
-        _elementwise.elementwise_kernel(elementwise)
+            _gemm.quantise_operation(), _pack.pack_codes_kernel()
+    _attention.attention_operation(kv_type), _attention.rope_write_operation(kv_type)
+    _attention.merge_operation(), _attention.tiles_kernel()
+    for name in _elementwise.KINDS:
+        _elementwise.operation(name)
     for sampling in _sampling.SIGNATURES:
         _sampling.sampling_kernel(sampling)
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "PackedMatrix", "Packer", "add_in_place", "allocate_cache",
-           "attention", "cache_block_nbytes", "cache_shape", "cache_write", "gumbel_best", "gumbel_noise",
-           "head_rms_norm", "linear", "log_sum_exp_parts", "lookup", "packed_nbytes", "rms_norm", "rope",
-           "set_threads", "silu_mul", "threads", "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "Heads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows",
+           "WANTED", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
+           "log_sum_exp_parts", "lookup", "packed_nbytes", "set_threads", "threads", "top_k", "warm_up"]

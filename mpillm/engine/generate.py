@@ -16,7 +16,7 @@ import numpy as np
 from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_tokens, sequence_seed
 from mpillm.engine.sampling import CONTINUE, FINISHED, NONE_ALLOWED, NOT_FINITE, Decision, Row, Sampler
 from mpillm.engine.scheduler import Part, Scheduler, Sequence
-from mpillm.layers.attention import LayerCache, Rows
+from mpillm.kernels import LayerCache, Rows
 from mpillm.models.llama import Llama
 
 if TYPE_CHECKING:

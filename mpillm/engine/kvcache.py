@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm import kernels
-from mpillm.layers.attention import LayerCache
+from mpillm.kernels import LayerCache
 
 
 def block_bytes(kv_type: str, n_layers: int, kv_heads: int, head_dim: int) -> int:

@@ -6,8 +6,10 @@ order of elements as packed weights: scores and outputs are products of queries 
   K  f32, f16 [blocks, kv, 4, D, 16]     bf16 [blocks, kv, 4, D/2, 16, 2]
   V  f32, f16 [blocks, kv, C, 64, 16]    bf16 [blocks, kv, C, 32, 16, 2]    C = ceil(D / 16)
 
-Each query goes through the blocks of absolute positions in order, whatever rows are beside it.
-Positions that a row does not attend to are never read as numbers.
+Each query goes through the blocks of absolute positions in order, whatever rows are beside it: a softmax of
+its own for every stretch of ``STRETCH`` positions, merged in order. So one thread can do all stretches of a
+head, or many threads one each, with the same bits. Positions that a row does not attend to are never read as
+numbers.
 """
 
 from __future__ import annotations
@@ -19,68 +21,60 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import ELEMENTS, F32_2, STRIDED, multiply, reads
-from mpillm.jit.isa.generic import flat, store_number
-from mpillm.jit.isa.lanes import softmax_step
-from mpillm.jit.parallel import in_parts
+from mpillm.jit.elementwise import norm_row, rotate_row
+from mpillm.jit.gemm import ELEMENTS, F32_1, VECTOR, multiply, reads
+from mpillm.jit.isa.generic import store_number
+from mpillm.jit.isa.lanes import exponential_of, softmax_step
+from mpillm.jit.tape import Operation
 
 BLOCK = 64
+STRETCH = 512           # positions that share one softmax before it is merged with those before
 QUERIES = 24            # queries that go through a block together, at most, when there are several rows
 
 
 @policy.helper
-def _store(cache, to, step, value, limit, largest):
-    """Round one value into the cache; 1 if it is not finite or of size >= ``limit``, else 0."""
-    lost = 0
-    if not abs(value) < limit:
-        lost = 1
-        if value == value:
-            value = np.float32(np.copysign(largest, value))
-    store_number(cache, to + step, value)
-    return lost
+def _store_row(cache, to, together, step, stride, x, start, size, poison):
+    """Round a head's row into the cache, as NaN where ``poison``.
+
+    Groups of ``together`` values lie ``step`` elements apart, their values ``stride``.
+    """
+    for d in range(size):
+        value = np.float32(np.nan) if poison else x[start + d]
+        store_number(cache, to + d // together * step + d % together * stride, value)
 
 
 @policy.helper
-def _cache_write_part(part, parts, k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq,
-                      positions, table, n_blocks, losses):
-    """A thread's rows; losses [parts]: values lost, -1 if a row has no block."""
-    heads, columns = k_ME.shape[1] // size, (size + 15) // 16
-    k, v = flat(k_ME), flat(v_ME)
-    k_stride, v_stride = k_ME.strides[0] // 4, v_ME.strides[0] // 4
-    lost = 0
-    for m in range(part * positions.size // parts, (part + 1) * positions.size // parts):
-        position = positions[m]
-        if not (0 <= row_seq[m] < table.shape[0] and 0 <= position < BLOCK * table.shape[1]):
-            losses[part] = -1
-            return
-        block, within = np.int64(table[row_seq[m], position // BLOCK]), position % BLOCK
-        if not 0 <= block < n_blocks:
-            losses[part] = -1
-            return
-        for j in range(heads):
-            at = (block * heads + j) * BLOCK
-            k_to = (at + within // 16 * 16) * size + within % 16 * pair
-            v_to = at * columns * 16 + within // pair * pair * 16 + within % pair
-            for d in range(size):
-                lost += _store(k_cache, k_to, d // pair * pair * 16 + d % pair,
-                               k[m * k_stride + j * size + d], limit, largest)
-            for d in range(size):
-                lost += _store(v_cache, v_to, d // 16 * BLOCK * 16 + d % 16 * pair,
-                               v[m * v_stride + j * size + d], limit, largest)
-    losses[part] = lost
+def _rope_write_part(part, parts, rows, q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, size, cos, sin,
+                     normed, q_norm, k_norm, eps, k_cache, v_cache, pair, limit, row_seq, positions, table, table_width):
+    """Norm and rotate queries and keys in place, and round keys and values into the cache.
 
-
-_run_cache_write = in_parts(_cache_write_part)
-
-
-def cache_write(k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq, positions, table, n_blocks,
-                losses):
-    """Round new K and V into their places; losses [parts]: values not finite or of size >= ``limit``.
-
-    Such values are stored as +-``largest`` (NaN as NaN). -1: a row without a block in the table.
+    A work item is a head of a row; with ``normed`` each is normed first. A value of size >= ``limit``, or one that is not finite, cannot be held: then
+    the head's value at this position is NaN, and so is all that attends to it, on every rank by the sums.
     """
-    _run_cache_write((k_cache, v_cache, pair, limit, largest, k_ME, v_ME, size, row_seq, positions, table,
-                      n_blocks, losses), losses.size)
+    both, columns = heads + kv_heads, (size + 15) // 16
+    for item in range(part * rows * both // parts, (part + 1) * rows * both // parts):
+        m, head = item // both, item % both
+        angle = m * (size // 2)
+        if head < heads:
+            start = m * q_stride + head * size
+            if normed:
+                norm_row(q, start, q_norm, size, eps, q, start)
+            rotate_row(q, start, cos, sin, angle, size)
+            continue
+        j = head - heads
+        start, v_start = m * k_stride + j * size, m * v_stride + j * size
+        if normed:
+            norm_row(k, start, k_norm, size, eps, k, start)
+        rotate_row(k, start, cos, sin, angle, size)
+        lost = False
+        for d in range(size):
+            lost |= not (abs(k[start + d]) < limit and abs(v[v_start + d]) < limit)
+        block, within = np.int64(table[row_seq[m] * table_width + positions[m] // BLOCK]), positions[m] % BLOCK
+        at = (block * kv_heads + j) * BLOCK
+        k_to = (at + within // 16 * 16) * size + within % 16 * pair
+        v_to = at * columns * 16 + within // pair * pair * 16 + within % pair
+        _store_row(k_cache, k_to, pair, pair * 16, 1, k, start, size, lost)
+        _store_row(v_cache, v_to, 16, BLOCK * 16, pair, v, v_start, size, lost)
 
 
 @policy.inlined
@@ -102,117 +96,172 @@ def _block_step(q, query, count, k_cache, k_at, v_cache, v_at, size, first, stop
              first, stop, acc, query * width, width)
 
 
+@policy.inlined
+def _merge(most, total, acc, query, other_most, other_total, other, at, width):
+    """Add a later stretch's softmax, whose sums begin at ``other[at]``, to that of the stretches before."""
+    now = max(most[query], other_most)
+    base = np.float32(0) if now == -np.inf else now
+    mine, its = exponential_of(most[query] - base), exponential_of(other_most - base)
+    total[query] = total[query] * mine + other_total * its
+    most[query] = now
+    for c in range(width):
+        acc[query * width + c] = acc[query * width + c] * mine + other[at + c] * its
+
+
 @policy.helper
-def _attention_part(part, parts, q_MH, out_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions,
-                    table, tiles, n_tiles, scale, size, window, most_queries):
-    """A thread's share of the (tile of rows, KV head) pairs."""
-    heads, width = head_start.size, (size + 15) // 16 * 16
-    q_in, out = flat(q_MH), flat(out_MH)
-    q_stride, out_stride = q_MH.strides[0] // 4, out_MH.shape[1]
+def _stretch_of_blocks(q, group, rows, begin, sequence, j, kv_heads, k_cache, v_cache, table, table_width, size, window,
+                       stretch, scores, most, total, acc):
+    """The blocks of one stretch for a tile of rows: blocks that all rows see whole in one step, others row by row."""
+    width, queries, end = (size + 15) // 16 * 16, rows * group, begin + rows
+    for i in range(queries):
+        most[i], total[i] = -np.inf, 0
+    for i in range(queries * width):
+        acc[i] = 0
+    seen = max(0, begin - window + 1) if window > 0 else 0
+    first_block = max(seen, stretch * STRETCH) // BLOCK
+    for block in range(first_block, min(end - 1, stretch * STRETCH + STRETCH - 1) // BLOCK + 1):
+        base = block * BLOCK
+        stored = np.int64(table[sequence * table_width + block]) * kv_heads + j
+        k_at, v_at = stored * BLOCK * size, stored * BLOCK * width
+        whole = base + BLOCK <= begin + 1 and (window <= 0 or base >= end - window)
+        for r in range(1 if whole else rows):
+            first, stop = 0, BLOCK
+            if not whole:
+                first = max(0, begin + r - window + 1 - base) if window > 0 else 0
+                stop = min(BLOCK, begin + r + 1 - base)
+            if first < stop:
+                _block_step(q, r * group, queries if whole else group, k_cache, k_at, v_cache, v_at, size, first, stop,
+                            scores, most, total, acc)
+
+
+@policy.helper
+def _attention_part(part, parts, q_in, q_stride, out, out_stride, k_cache, v_cache, head_start, head_stop, kv_heads,
+                    row_seq, positions, table, table_width, tiles, n_tiles, scale, size, window, most_queries,
+                    stretches, split, room):
+    """A thread's share of the (tile of rows, KV head) pairs, or with ``split`` of their stretches as well.
+
+    Then ``room`` [tiles, kv_heads, stretches, most_queries, width + 2] gets the stretches' sums, most and total last.
+    """
+    width = (size + 15) // 16 * 16
     q, acc = np.empty(most_queries * size, np.float32), np.empty(most_queries * width, np.float32)
-    scores = np.empty(most_queries * BLOCK, np.float32)
-    most, total = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
-    for item in range(part, n_tiles * heads, parts):
-        row, j = tiles[item // heads], item % heads
-        rows, group = tiles[item // heads + 1] - row, head_stop[j] - head_start[j]
-        queries = rows * group
-        # Collect the tile's queries, scaled.
+    scores, most = np.empty(most_queries * BLOCK, np.float32), np.empty(most_queries, np.float32)
+    total, all_acc = np.empty(most_queries, np.float32), np.empty(most_queries * width, np.float32)
+    all_most, all_total = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
+    pieces = stretches if split else 1
+    for item in range(part, n_tiles * kv_heads * pieces, parts):
+        pair, piece = item // pieces, item % pieces
+        row, j = tiles[pair // kv_heads], pair % kv_heads
+        rows, group = tiles[pair // kv_heads + 1] - row, head_stop[j] - head_start[j]
+        queries, begin = rows * group, positions[row]
+        seen = max(0, begin - window + 1) if window > 0 else 0
+        first, last = seen // STRETCH, (begin + rows - 1) // STRETCH
+        if split:
+            first, last = max(first, piece), min(last, piece)
+        if first > last:
+            continue
         for i in range(queries):
             start = (row + i // group) * q_stride + (head_start[j] + i % group) * size
             for d in range(size):
                 q[i * size + d] = q_in[start + d] * scale
-            most[i], total[i] = -np.inf, 0
-        for i in range(queries * width):
-            acc[i] = 0
-        # Blocks that all rows see whole go in one step, the others row by row.
-        begin, end = positions[row], positions[row] + rows
-        seen = max(0, begin - window + 1) if window > 0 else 0
-        for block in range(seen // BLOCK, (end - 1) // BLOCK + 1):
-            base = block * BLOCK
-            stored = np.int64(table[row_seq[row], block]) * heads + j
-            k_at, v_at = stored * BLOCK * size, stored * BLOCK * width
-            whole = base + BLOCK <= begin + 1 and (window <= 0 or base >= end - window)
-            for r in range(1 if whole else rows):
-                first, stop = 0, BLOCK
-                if not whole:
-                    first = max(0, begin + r - window + 1 - base) if window > 0 else 0
-                    stop = min(BLOCK, begin + r + 1 - base)
-                if first < stop:
-                    _block_step(q, r * group, queries if whole else group, k_cache, k_at, v_cache, v_at, size,
-                                first, stop, scores, most, total, acc)
-        for i in range(queries):
-            start = (row + i // group) * out_stride + (head_start[j] + i % group) * size
-            for d in range(size):
-                out[start + d] = acc[i * width + d] / total[i]
-
-
-_run_attention = in_parts(_attention_part)
+        for stretch in range(first, last + 1):
+            _stretch_of_blocks(q, group, rows, begin, row_seq[row], j, kv_heads, k_cache, v_cache, table, table_width,
+                               size, window, stretch, scores, most, total, acc)
+            for i in range(queries):
+                if split:
+                    to = (item * most_queries + i) * (width + 2)
+                    for c in range(width):
+                        room[to + c] = acc[i * width + c]
+                    room[to + width], room[to + width + 1] = most[i], total[i]
+                elif stretch == first:
+                    all_most[i], all_total[i] = most[i], total[i]
+                    for c in range(i * width, (i + 1) * width):
+                        all_acc[c] = acc[c]
+                else:
+                    _merge(all_most, all_total, all_acc, i, most[i], total[i], acc, i * width, width)
+        if not split:
+            for i in range(queries):
+                start = (row + i // group) * out_stride + (head_start[j] + i % group) * size
+                for d in range(size):
+                    out[start + d] = all_acc[i * width + d] / all_total[i]
 
 
 @policy.helper
-def _make_tiles(row_seq, positions, table, n_blocks, window, most_rows, tiles):
-    """Cut rows into tiles of consecutive positions of one sequence; -1 if a block is not in the table."""
+def _merge_part(part, parts, out, out_stride, head_start, head_stop, kv_heads, positions, tiles, n_tiles, size, window,
+                most_queries, stretches, split, room):
+    """After a split: a thread's share of the merged heads; the stretches of each in order."""
+    if not split:
+        return
+    width = (size + 15) // 16 * 16
+    acc, most, total = np.empty(width, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
+    for pair in range(part, n_tiles * kv_heads, parts):
+        row, j = tiles[pair // kv_heads], pair % kv_heads
+        rows, group = tiles[pair // kv_heads + 1] - row, head_stop[j] - head_start[j]
+        begin = positions[row]
+        seen = max(0, begin - window + 1) if window > 0 else 0
+        for i in range(rows * group):
+            for stretch in range(seen // STRETCH, (begin + rows - 1) // STRETCH + 1):
+                at = ((pair * stretches + stretch) * most_queries + i) * (width + 2)
+                if stretch == seen // STRETCH:
+                    most[0], total[0] = room[at + width], room[at + width + 1]
+                    for c in range(width):
+                        acc[c] = room[at + c]
+                else:
+                    _merge(most, total, acc, 0, room[at + width], room[at + width + 1], room, at, width)
+            start = (row + i // group) * out_stride + (head_start[j] + i % group) * size
+            for d in range(size):
+                out[start + d] = acc[d] / total[0]
+
+
+def make_tiles(row_seq, positions, table, table_width, n_sequences, n_blocks, most_rows, tiles):
+    """Cut rows into tiles of consecutive positions of one sequence; their number.
+
+    ``tiles`` [rows + 1] gets their first rows and the number of rows. -1: a position has no block in the table.
+    """
     n_tiles = 0
     for m in range(positions.size):
         follows = m > 0 and row_seq[m] == row_seq[m - 1] and positions[m] == positions[m - 1] + 1
+        position, checked = positions[m], 0
+        if not (0 <= row_seq[m] < n_sequences and 0 <= position < BLOCK * table_width):
+            return -1
+        if follows:
+            checked = position // BLOCK         # the row before has looked at the others
+        for block in range(checked, position // BLOCK + 1):
+            if not 0 <= table[row_seq[m] * table_width + block] < n_blocks:
+                return -1
         if not follows or m - tiles[n_tiles - 1] >= most_rows:
             tiles[n_tiles] = m
             n_tiles += 1
-            position = positions[m]
-            if not (0 <= row_seq[m] < table.shape[0] and position >= 0):
-                return -1
-        position = positions[m]
-        if position >= BLOCK * table.shape[1]:
-            return -1
-        seen = max(0, position - window + 1) if window > 0 else 0
-        if follows:
-            seen = max(seen, position - 1)      # the row before has looked at the others
-        for block in range(seen // BLOCK, position // BLOCK + 1):
-            if not 0 <= table[row_seq[m], block] < n_blocks:
-                return -1
     tiles[n_tiles] = positions.size
     return n_tiles
 
 
-def attention(q_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table, n_blocks, scale,
-              size, window, out_MH, threads):
-    """softmax(scale * q K) V of every row over its own sequence.
-
-    -1: a block is not in the table; -2: the KV heads' queries are not all query heads.
-    """
-    group, heads, covered = 1, q_MH.shape[1] // size, 0
-    for j in range(head_start.size):
-        if not 0 <= head_start[j] <= head_stop[j] <= heads:
-            return -2
-        group = max(group, head_stop[j] - head_start[j])
-        covered += head_stop[j] - head_start[j]
-    if covered != heads:
-        return -2
-    most_rows = max(1, QUERIES // group)
-    tiles = np.empty(positions.size + 1, np.int64)
-    n_tiles = _make_tiles(row_seq, positions, table, n_blocks, window, most_rows, tiles)
-    if n_tiles > 0:
-        parts = min(threads, n_tiles * head_start.size)
-        _run_attention((q_MH, out_MH, k_cache, v_cache, head_start, head_stop, row_seq, positions, table,
-                        tiles, n_tiles, scale, size, window, most_rows * group), parts)
-    return n_tiles
-
-
 INT, REAL = types.intp, types.float32
-INTS_1, INTS_2 = reads(types.int32), reads(types.int32, 2)
+INTS, TILES = reads(types.int32), types.int64[::1]
 
 
 @lru_cache(None)
-def cache_write_kernel(name: str) -> Any:
-    cache = ELEMENTS[name][::1]
-    signature = (cache, cache, INT, REAL, REAL, STRIDED, STRIDED, INT, INTS_1, INTS_1, INTS_2, INT,
-                 types.int64[::1])
-    return policy.kernel(cache_write, f"cache_write_{name}", signature)
+def tiles_kernel() -> Any:
+    return policy.kernel(make_tiles, "make_tiles", (INTS, INTS, INTS, INT, INT, INT, INT, TILES))
 
 
 @lru_cache(None)
-def attention_kernel(name: str) -> Any:
+def rope_write_operation(name: str) -> Operation:
+    """The operation on a cache of this type."""
     cache = ELEMENTS[name][::1]
-    indices = (INTS_1, INTS_1, INTS_1, INTS_1, INTS_2)
-    signature = (STRIDED, cache, cache, *indices, INT, REAL, INT, INT, F32_2, INT)
-    return policy.kernel(attention, f"attention_{name}", signature)
+    return Operation(_rope_write_part, f"rope_write_{name}", (
+        INT, F32_1, INT, F32_1, INT, VECTOR, INT, INT, INT, INT, VECTOR, VECTOR, INT, VECTOR, VECTOR, REAL, cache, cache,
+        INT, REAL, INTS, INTS, INTS, INT))
+
+
+@lru_cache(None)
+def attention_operation(name: str) -> Operation:
+    cache = ELEMENTS[name][::1]
+    return Operation(_attention_part, f"attention_{name}", (
+        VECTOR, INT, F32_1, INT, cache, cache, INTS, INTS, INT, INTS, INTS, INTS, INT, TILES, INT, REAL, INT, INT, INT,
+        INT, INT, F32_1))
+
+
+@lru_cache(None)
+def merge_operation() -> Operation:
+    return Operation(_merge_part, "attention_merge", (
+        F32_1, INT, INTS, INTS, INT, INTS, TILES, INT, INT, INT, INT, INT, INT, F32_1))

@@ -1,6 +1,6 @@
 """Norms, rotary embedding and the gated activation; each row by itself, in one order.
 
-Legend: M rows, H elements of a row, D a head's size. Row-strided views are taken as they are.
+Legend: rows of a step, n elements of a row. Strides are in elements from row to row.
 """
 
 from __future__ import annotations
@@ -12,69 +12,53 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.gemm import F32_1, F32_2, ROWS, STRIDED, VECTOR
-from mpillm.jit.isa.generic import flat
-from mpillm.jit.isa.lanes import exponential_rows, scale_row, silu_mul_row, sum_squares
-from mpillm.jit.parallel import in_parts
+from mpillm.jit.gemm import F32_1, VECTOR, reads
+from mpillm.jit.isa.lanes import add_row, exponential_rows, scale_row, silu_mul_row, sum_squares
+from mpillm.jit.tape import Operation
 
 
 @policy.inlined
-def _norm(x, start, weight, n, eps, y, to):
+def norm_row(x, start, weight, n, eps, y, to):
+    """y[to:to + n] = x / sqrt(mean(x**2) + eps) * weight of x[start:start + n]; y may be x."""
     scale = np.float32(1) / np.sqrt(sum_squares(x, start, n) / np.float32(n) + eps)
     scale_row(x, start, scale, weight, y, to, n)
 
 
-@policy.helper
-def _rms_norm_part(part, parts, x, stride, rows, n, weight, eps, y):
-    for m in range(part * rows // parts, (part + 1) * rows // parts):
-        _norm(x, m * stride, weight, n, eps, y, m * n)
-
-
-_run_rms_norm = in_parts(_rms_norm_part)
-
-
-def rms_norm(x_MH, weight, eps, y_MH, threads):
-    """y = x / sqrt(mean(x**2) + eps) * weight, row by row."""
-    rows, n = x_MH.shape
-    _run_rms_norm((flat(x_MH), x_MH.strides[0] // 4, rows, n, weight, eps, flat(y_MH)), threads)
-
-
-def head_rms_norm(x_MH, weight, size, eps):
-    """The same in place for every head of ``size`` elements."""
-    x, stride = flat(x_MH), x_MH.strides[0] // 4
-    for m in range(x_MH.shape[0]):
-        for head in range(x_MH.shape[1] // size):
-            start = m * stride + head * size
-            _norm(x, start, weight, size, eps, x, start)
-
-
-def rope(x_MH, cos_MD, sin_MD, size):
-    """Rotate the pairs (i, i + size / 2) of every head in place."""
-    x, stride, half = flat(x_MH), x_MH.strides[0] // 4, size // 2
-    cos, sin = flat(cos_MD), flat(sin_MD)
-    for m in range(x_MH.shape[0]):
-        for head in range(x_MH.shape[1] // size):
-            start = m * stride + head * size
-            for i in range(half):
-                left, right = x[start + i], x[start + half + i]
-                c, s = cos[m * half + i], sin[m * half + i]
-                x[start + i] = left * c - right * s
-                x[start + half + i] = right * c + left * s
+@policy.inlined
+def rotate_row(x, start, cos, sin, angle, size):
+    """Rotate the pairs (i, i + size / 2) of one head in place by the angles from ``angle`` on."""
+    half = size // 2
+    for i in range(half):
+        left, right = x[start + i], x[start + half + i]
+        c, s = cos[angle + i], sin[angle + i]
+        x[start + i] = left * c - right * s
+        x[start + half + i] = right * c + left * s
 
 
 @policy.helper
-def _silu_mul_part(part, parts, x, rows, n, y):
+def _norm_part(part, parts, rows, n, x, x_stride, choose, chosen, weight, eps, y, y_stride):
+    """Norms of rows of x: with ``choose`` those that ``chosen`` names, else all in order."""
     for m in range(part * rows // parts, (part + 1) * rows // parts):
-        silu_mul_row(x, 2 * m * n, 2 * m * n + n, y, m * n, n)
+        row = chosen[m] if choose else m
+        norm_row(x, row * x_stride, weight, n, eps, y, m * y_stride)
 
 
-_run_silu_mul = in_parts(_silu_mul_part)
+@policy.helper
+def _add_norm_part(part, parts, rows, n, x, y, y_stride, biased, bias, normed, weight, eps, out, out_stride):
+    """x += y (with ``biased``: + bias), then with ``normed`` the norm of x into ``out``."""
+    for m in range(part * rows // parts, (part + 1) * rows // parts):
+        if biased:
+            add_row(y, m * y_stride, bias, 0, n)
+        add_row(x, m * n, y, m * y_stride, n)
+        if normed:
+            norm_row(x, m * n, weight, n, eps, out, m * out_stride)
 
 
-def silu_mul(x_M2F, y_MF, threads):
+@policy.helper
+def _silu_mul_part(part, parts, rows, n, x, x_stride, y, y_stride):
     """y = silu(first half of the row) * second half."""
-    rows, n = y_MF.shape
-    _run_silu_mul((flat(x_M2F), rows, n, flat(y_MF)), threads)
+    for m in range(part * rows // parts, (part + 1) * rows // parts):
+        silu_mul_row(x, m * x_stride, m * x_stride + n, y, m * y_stride, n)
 
 
 def exponential(x, y):
@@ -82,16 +66,21 @@ def exponential(x, y):
     exponential_rows(x, y, x.size)
 
 
-IN_PLACE, INT, REAL = types.float32[:, :], types.intp, types.float32
-SIGNATURES = {
-    rms_norm: (STRIDED, VECTOR, REAL, F32_2, INT),
-    head_rms_norm: (IN_PLACE, VECTOR, INT, REAL),
-    rope: (IN_PLACE, ROWS, ROWS, INT),
-    silu_mul: (ROWS, F32_2, INT),
-    exponential: (VECTOR, F32_1),
+INT, REAL = types.intp, types.float32
+KINDS = {
+    "norm": (_norm_part, (INT, INT, VECTOR, INT, INT, reads(types.int64), VECTOR, REAL, F32_1, INT)),
+    "add_norm": (_add_norm_part, (INT, INT, F32_1, F32_1, INT, INT, VECTOR, INT, VECTOR, REAL, F32_1, INT)),
+    "silu_mul": (_silu_mul_part, (INT, INT, VECTOR, INT, F32_1, INT)),
 }
 
 
 @lru_cache(None)
-def elementwise_kernel(function: Any) -> Any:
-    return policy.kernel(function, function.__name__, SIGNATURES[function])
+def operation(name: str) -> Operation:
+    """norm, add_norm or silu_mul."""
+    core, kinds = KINDS[name]
+    return Operation(core, name, kinds)
+
+
+@lru_cache(None)
+def exponential_kernel() -> Any:
+    return policy.kernel(exponential, "exponential", (VECTOR, F32_1))

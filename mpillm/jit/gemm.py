@@ -12,8 +12,8 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.isa.generic import MOST_ROWS, flat, quantise_row, rows_by_panels
-from mpillm.jit.parallel import in_parts
+from mpillm.jit.isa.generic import MOST_ROWS, quantise_row, rows_by_panels
+from mpillm.jit.tape import Operation
 
 GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
@@ -36,11 +36,11 @@ def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel
 
 
 @policy.helper
-def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
+def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, biased, bias, y, n, tail):
     """A thread's panels of a linear layer; ``tail`` takes the last, partly filled panel."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-    stretch = k if rows <= MOST_ROWS else K_STRETCH
+    stretch = max(k, 1) if rows <= MOST_ROWS else K_STRETCH
     while p < stop:
         panels = min(GROUP, stop - p)
         partial = 16 * (p + panels) > n
@@ -58,20 +58,10 @@ def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, b
             if partial:
                 for i in range(columns):
                     y[m * n + 16 * p + i] = tail[16 * m + i]
-            if bias.size:
+            if biased:
                 for i in range(columns):
                     y[m * n + 16 * p + i] += bias[16 * p + i]
         p += panels
-
-
-_run_linear = in_parts(_linear_part)
-
-
-def linear(x_MK, x_scales, w, w_scales, panel_stride, bias, y_MN, tail, threads):
-    """y = x @ w + bias; ``tail`` is room for [M, 16] f32, ``bias`` empty if there is none."""
-    rows, k = x_MK.shape
-    _run_linear((flat(x_MK), x_scales, rows, k, w, w_scales, panel_stride, bias, flat(y_MN),
-                 y_MN.shape[1], tail), threads)
 
 
 @policy.helper
@@ -80,38 +70,30 @@ def _quantise_part(part, parts, x, rows, k, codes, scales):
         quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32))
 
 
-_run_quantise = in_parts(_quantise_part)
-
-
-def quantise(x_MK, codes_MK, scales_MB, threads):
-    """Activations to q8_0 codes (i16, each four as 0, 2, 1, 3) and float32 scales of 32-blocks."""
-    rows, k = x_MK.shape
-    _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB)), threads)
-
-
 def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> types.Array:
     """The type of an array that a kernel only reads: a caller's may be read-only or not."""
     return types.Array(kind, dimensions, layout, readonly=True)
 
 
+INT = types.intp
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
 VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
 ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
 
 
 @lru_cache(None)
-def linear_kernel(name: str) -> Any:
-    """The compiled :func:`linear` of a weight format."""
-    x = reads(types.int16, 2) if name == "q8_0" else ROWS
+def linear_operation(name: str) -> Operation:
+    """y = x @ w + bias for a weight format; ``tail`` is room for [rows, 16]."""
+    x = reads(types.int16) if name == "q8_0" else VECTOR
     w_scales = reads(types.int16) if name == "q8_0" else VECTOR
-    signature = (x, VECTOR, reads(ELEMENTS[name]), w_scales, types.intp, VECTOR, F32_2, F32_1, types.intp)
-    return policy.kernel(linear, f"linear_{name}", signature)
+    return Operation(_linear_part, f"linear_{name}", (
+        x, VECTOR, INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, VECTOR, F32_1, INT, F32_1))
 
 
 @lru_cache(None)
-def quantise_kernel() -> Any:
-    signature = (ROWS, types.int16[:, ::1], F32_2, types.intp)
-    return policy.kernel(quantise, "quantise", signature)
+def quantise_operation() -> Operation:
+    """Activations to q8_0 codes (i16, each four as 0, 2, 1, 3) and float32 scales of 32-blocks."""
+    return Operation(_quantise_part, "quantise", (VECTOR, INT, INT, types.int16[::1], F32_1))
 
 
 NOTHING = np.zeros(0, np.float32)

@@ -19,7 +19,8 @@ PART = ir.FunctionType(ir.VoidType(), [PTR, I64, I64])
 
 
 @intrinsic
-def _call_part(typingctx, address, shared, part, parts):
+def call_part(typingctx, address, shared, part, parts):
+    """Call the C function at ``address`` with the address of its arguments, its part and the number of parts."""
     def codegen(context, b, signature, arguments):
         address, shared, part, parts = arguments
         function = b.inttoptr(address, PART.as_pointer())
@@ -32,7 +33,7 @@ def _call_part(typingctx, address, shared, part, parts):
 @njit(parallel=True, nogil=True)
 def _fork(address, shared, parts):
     for part in prange(parts):
-        _call_part(address, shared, part, parts)
+        call_part(address, shared, part, parts)
 
 
 def in_parts(core: Any) -> Any:

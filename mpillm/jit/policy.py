@@ -13,6 +13,7 @@ import platform
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -93,8 +94,9 @@ if not os.environ.get("NUMBA_NUM_THREADS", "1").isdecimal():
 # workqueue ends the process when two threads call kernels at once; it stays the last resort.
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 
-from numba import njit  # noqa: E402  (the environment had to be set first)
+from numba import cfunc, njit, types  # noqa: E402  (the environment had to be set first)
 from numba.core import config as _config  # noqa: E402
+from numba.core.caching import FunctionCache  # noqa: E402
 from numba.core.errors import NumbaError  # noqa: E402
 from numba.np.ufunc import parallel  # noqa: E402
 
@@ -109,6 +111,8 @@ _FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}   # no fastmath
 helper = njit(**_FLAGS)
 #: The same for short ones: each helper is a module of its own that costs compile time.
 inlined = njit(inline="always", **_FLAGS)
+#: Compiled things are made once.
+cached = lru_cache(None)
 
 
 def kernel(function: Any, name: str, signature: tuple) -> Any:
@@ -117,36 +121,56 @@ def kernel(function: Any, name: str, signature: tuple) -> Any:
     Processes that write different signatures of one function at the same moment can leave a
     broken entry in numba's index, so each signature is a function of its own name.
     """
+    def compiled(function: Any, cache: bool) -> Any:
+        dispatcher = njit(cache=cache, **_FLAGS)(function)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return _through_cache(_named(function, name), compiled, lambda own: njit(cache=True, **_FLAGS)(own)._cache)
+
+
+#: What an operation is to its caller: a function of (address of the arguments, part, parts).
+PART_SIGNATURE = types.void(types.uintp, types.intp, types.intp)
+
+
+def c_function(function: Any, name: str) -> Any:
+    """Compile ``function`` (or load it) as a C function of ``PART_SIGNATURE``; its ``address`` is what is called."""
+    def compiled(function: Any, cache: bool) -> Any:
+        return cfunc(PART_SIGNATURE, cache=cache, error_model="numpy")(function)
+
+    return _through_cache(_named(function, name), compiled, lambda own: FunctionCache(own))
+
+
+def _named(function: Any, name: str) -> FunctionType:
     own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
-    own.__qualname__, own.__module__ = name, function.__module__
+    own.__qualname__, own.__module__ = name, function.__module__ or __name__
+    return own
+
+
+def _through_cache(own: FunctionType, compiled: Callable[[Any, bool], Any], cache_of: Callable[[Any], Any]) -> Any:
+    """``own`` compiled or loaded; a cache that cannot serve is dropped or passed by, with one line."""
     if CACHE_DIR is None:
         _warn_of_no_cache()
-        return _compiled(own, signature, cache=False)
+        return compiled(own, False)
     try:
-        return _compiled(own, signature, cache=True)
+        return compiled(own, True)
     except NumbaError:
         raise
     except Exception as error:           # whatever a damaged cache may raise while unpickling
         LOG.warning("cached kernel %s in %s cannot be used (%s: %s): it is dropped and compiled anew",
-                    name, CACHE_DIR, type(error).__name__, error)
+                    own.__name__, CACHE_DIR, type(error).__name__, error)
     try:
-        njit(cache=True, **_FLAGS)(own)._cache.flush()
-        return _compiled(own, signature, cache=True)
+        cache_of(own).flush()
+        return compiled(own, True)
     except OSError:                      # no room, or no longer writable
-        return _compiled(own, signature, cache=False)
+        return compiled(own, False)
 
 
 @lru_cache(None)
 def _warn_of_no_cache() -> None:
     """Once, and not while importing: by the first kernel, logging knows the rank."""
     LOG.warning("kernels are compiled in memory at every start: %s", _problem)
-
-
-def _compiled(function: Any, signature: tuple, cache: bool) -> Any:
-    dispatcher = njit(cache=cache, **_FLAGS)(function)
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
-    return dispatcher
 
 
 class _Threads:

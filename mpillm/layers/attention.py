@@ -11,29 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from mpillm import kernels
+from mpillm.kernels import Heads, LayerCache
 from mpillm.layers.linear import ColumnLinear, RowLinear
-from mpillm.layers.norm import HeadRMSNorm
-
-
-@dataclass
-class Rows:
-    """The rows of one step, from any number of sequences; every layer sees the same."""
-
-    tokens: np.ndarray       # int64 [T]
-    positions: np.ndarray    # int32 [T]
-    sequences: np.ndarray    # int32 [T], rows of block_table
-    block_table: np.ndarray  # int32 [S, blocks], cache blocks of each sequence in order of position
-    cos: np.ndarray          # float32 [T, D / 2]
-    sin: np.ndarray          # float32 [T, D / 2]
-
-
-@dataclass
-class LayerCache:
-    """Keys and values of one layer, in blocks, as the kernels lay them out."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    kv_type: str
+from mpillm.layers.norm import RMSNorm
 
 
 class KVGather(Protocol):
@@ -43,67 +23,44 @@ class KVGather(Protocol):
 
 
 @dataclass
-class Heads:
-    """Which heads are held here: query heads in groups, one group for each KV head held."""
-
-    head_dim: int
-    n_heads: int
-    n_kv_heads: int
-    kv_columns: int         # columns of K (and of V) that are computed here
-    starts: np.ndarray      # int32 [J] first local query head of each local KV head
-    stops: np.ndarray       # int32 [J]
-
-
-@dataclass
 class Attention:
     """``o(softmax(q k^T / sqrt(D)) v)`` of the query heads held here, summed over the owners of the rest."""
 
-    index: int
     heads: Heads
+    kv_columns: int         # columns of K (and of V) that are computed here
     qkv: ColumnLinear
     output: RowLinear
-    query_norm: HeadRMSNorm | None
-    key_norm: HeadRMSNorm | None
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
     gather: KVGather | None
     window: int             # 0: every position before
 
-    def __call__(self, x: np.ndarray, rows: Rows, cache: LayerCache) -> np.ndarray:
-        h = self.heads
-        q_width, kv_width = h.n_heads * h.head_dim, h.kv_columns
-        qkv = self.qkv(x)
-        q_THD = np.ascontiguousarray(qkv[:, :q_width])
-        k_TJD = np.ascontiguousarray(qkv[:, q_width:q_width + kv_width])
-        v_TJD = np.ascontiguousarray(qkv[:, q_width + kv_width:])
+    def record(self, plan: kernels.Plan, cache: LayerCache, residual: np.ndarray, norm: RMSNorm | None,
+               normed: np.ndarray) -> None:
+        """Take what ``qkv.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
+        h, q_width = self.heads, self.heads.n_heads * self.heads.head_dim
+        qkv = self.qkv.record(plan, "qkv")
+        q_THD, kv = qkv[:, :q_width], q_width + self.kv_columns
+        k_TJD, v_TJD = qkv[:, q_width:kv], qkv[:, kv:]
         if self.gather is not None:
-            k_TJD, v_TJD = self.gather.run(k_TJD, v_TJD)
-        if not h.n_heads:
-            return self.output(np.zeros((len(x), 0), np.float32))
+            k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
+        if h.n_heads:
+            # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
+            weights = [None if head_norm is None else head_norm.weight for head_norm in (self.query_norm, self.key_norm)]
+            eps = self.query_norm.eps if self.query_norm is not None else 0.0
+            plan.rope_write(q_THD, k_TJD, v_TJD, h, *weights, eps, cache)
+            plan.attention(q_THD, h, cache, 1.0 / h.head_dim ** 0.5, self.window, self.output.input(plan))
+        self.output.record(plan, residual, norm, normed)
 
-        # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
-        if self.query_norm is not None:
-            self.query_norm(q_THD)
-        if self.key_norm is not None:
-            self.key_norm(k_TJD)
-        kernels.rope(q_THD, rows.cos, rows.sin, h.head_dim)
-        kernels.rope(k_TJD, rows.cos, rows.sin, h.head_dim)
+    def _exchange(self, plan: kernels.Plan, gather: KVGather, k: np.ndarray,
+                  v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Raw projections to the ranks whose queries need them."""
+        needed = self.heads.n_kv_heads * self.heads.head_dim
+        whole_k, whole_v = plan.buffer("whole_k", needed), plan.buffer("whole_v", needed)
 
-        beyond = kernels.cache_write(cache.keys, cache.values, cache.kv_type, k_TJD, v_TJD,
-                                     rows.sequences, rows.positions, rows.block_table)
-        if beyond:
-            self._poison(cache, rows, k_TJD, v_TJD)
-        mixed = kernels.attention(q_THD, cache.keys, cache.values, cache.kv_type, h.starts, h.stops,
-                                  rows.sequences, rows.positions, rows.block_table,
-                                  1.0 / h.head_dim ** 0.5, self.window)
-        return self.output(mixed)
+        def exchange(rows: int) -> None:
+            parts = gather.run(np.ascontiguousarray(k[:rows]), np.ascontiguousarray(v[:rows]))
+            whole_k[:rows], whole_v[:rows] = parts
 
-    @staticmethod
-    def _poison(cache: LayerCache, rows: Rows, k: np.ndarray, v: np.ndarray) -> None:
-        """Make NaN of the values of rows that the cache's type cannot hold.
-
-        What attends to them becomes NaN as well, on every rank by the sums, so that all ranks find the same
-        sequences failed without asking; the rest of the batch does not notice.
-        """
-        largest = kernels.largest(cache.kv_type)
-        lost = np.flatnonzero(~((np.abs(k) <= largest).all(1) & (np.abs(v) <= largest).all(1)))
-        kernels.cache_write(cache.keys, cache.values, cache.kv_type, k[lost], np.full_like(v[lost], np.nan),
-                            rows.sequences[lost], rows.positions[lost], rows.block_table)
+        plan.call("exchange", exchange)
+        return whole_k, whole_v

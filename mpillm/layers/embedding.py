@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpillm import kernels
-from mpillm.layers.linear import Reducer, _padded
+from mpillm.layers.linear import Reducer
 
 
 @dataclass
@@ -19,15 +19,15 @@ class VocabEmbedding:
     hidden: int
     reducer: Reducer
 
-    def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [T, hidden] of token ids int64 [T]; exact: all but one term of each sum are zero."""
-        x = np.zeros((len(tokens), self.hidden), np.float32)
+    def __call__(self, tokens: np.ndarray, x: np.ndarray) -> None:
+        """``x`` float32 [T, hidden] of token ids int64 [T]; exact: all but one term of each sum are zero."""
         local = tokens - self.first
         mine = np.flatnonzero((local >= 0) & (local < self.weight.n))
+        if len(mine) < len(tokens):
+            x[:] = 0
         if len(mine):
             x[mine] = kernels.lookup(self.weight, local[mine])[:, :self.hidden]
         self.reducer.all_reduce(x)
-        return x
 
 
 @dataclass
@@ -37,5 +37,12 @@ class VocabHead:
     weight: kernels.PackedMatrix
     first: int
 
-    def __call__(self, x_TK: np.ndarray) -> np.ndarray:
-        return kernels.linear(_padded(x_TK, 0, self.weight.k), self.weight, None)
+    def input(self, plan: kernels.Plan, hidden: int) -> np.ndarray:
+        """Where its input [wanted, hidden] is to be written."""
+        return plan.buffer("head_input", hidden, whole=self.weight.k)
+
+    def record(self, plan: kernels.Plan) -> np.ndarray:
+        """Record the product of what ``input`` holds; logits [wanted, n]."""
+        logits = plan.buffer("logits", self.weight.n)
+        plan.linear(plan.buffer("head_input", self.weight.k), self.weight, None, logits, kernels.WANTED)
+        return logits

@@ -1,5 +1,6 @@
 """Matrix products split over ranks: along outputs (column parallel) or inputs (row parallel).
 
+Layers do not compute; they record operations into a step's plan, over buffers [rows, n].
 Shape suffixes: T rows (tokens of a step), K inputs, N outputs.
 """
 
@@ -11,21 +12,15 @@ from typing import Protocol
 import numpy as np
 
 from mpillm import kernels
+from mpillm.layers.norm import RMSNorm
 
 
 class Reducer(Protocol):
-    """Sums an array over the ranks that share a model, in place, in rank order."""
+    """Sums arrays over the ranks that share a model, in rank order."""
+
+    tp: int
 
     def all_reduce(self, array: np.ndarray) -> None: ...
-
-
-def _padded(x_TK: np.ndarray, before: int, k: int) -> np.ndarray:
-    """``x`` inside ``k`` columns, ``before`` zeros in front: quantised blocks keep their absolute borders."""
-    if x_TK.shape[1] == k:
-        return x_TK
-    wide = np.zeros((x_TK.shape[0], k), np.float32)
-    wide[:, before:before + x_TK.shape[1]] = x_TK
-    return wide
 
 
 @dataclass
@@ -36,8 +31,15 @@ class ColumnLinear:
     bias: np.ndarray | None
     n_full: int
 
-    def __call__(self, x_TK: np.ndarray) -> np.ndarray:
-        return kernels.linear(_padded(x_TK, 0, self.weight.k), self.weight, self.bias)
+    def input(self, plan: kernels.Plan, k: int) -> np.ndarray:
+        """Where its input [T, k] is to be written: zeros fill it up to the stored blocks."""
+        return plan.buffer("column_input", k, whole=self.weight.k)
+
+    def record(self, plan: kernels.Plan, name: str) -> np.ndarray:
+        """Record the product of what ``input`` holds; its result [T, n] is the buffer ``name``."""
+        y_TN = plan.buffer(name, self.weight.n)
+        plan.linear(plan.buffer("column_input", self.weight.k), self.weight, self.bias, y_TN)
+        return y_TN
 
 
 @dataclass
@@ -45,18 +47,26 @@ class RowLinear:
     """``y = sum over owners of x_local W_local^T``, then the bias, once: full [n, k_full], local [n, k].
 
     ``before`` counts columns that the stored slice has in front of the owned ones, so that it begins on
-    a quantisation block's border.
+    a quantisation block's border; ``k_owned`` the owned ones.
     """
 
     weight: kernels.PackedMatrix
     bias: np.ndarray | None
     k_full: int
     before: int
+    k_owned: int
     reducer: Reducer
 
-    def __call__(self, x_TK: np.ndarray) -> np.ndarray:
-        y_TN = kernels.linear(_padded(x_TK, self.before, self.weight.k), self.weight, None)
-        self.reducer.all_reduce(y_TN)
-        if self.bias is not None:
-            y_TN += self.bias
-        return y_TN
+    def input(self, plan: kernels.Plan) -> np.ndarray:
+        """Where its input [T, k_owned] is to be written."""
+        return plan.buffer("row_input", self.k_owned, self.before, self.weight.k)
+
+    def record(self, plan: kernels.Plan, residual_TN: np.ndarray, norm: RMSNorm | None,
+               normed_TN: np.ndarray) -> None:
+        """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
+        y_TN = plan.buffer("row_output", self.weight.n)
+        plan.linear(plan.buffer("row_input", self.weight.k), self.weight, None, y_TN)
+        if self.reducer.tp > 1:
+            plan.call("exchange", lambda rows: self.reducer.all_reduce(y_TN[:rows]))
+        plan.add_norm(residual_TN, y_TN, self.bias, None if norm is None else norm.weight,
+                      0.0 if norm is None else norm.eps, normed_TN)

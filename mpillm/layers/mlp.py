@@ -8,6 +8,7 @@ import numpy as np
 
 from mpillm import kernels
 from mpillm.layers.linear import ColumnLinear, RowLinear
+from mpillm.layers.norm import RMSNorm
 
 
 @dataclass
@@ -17,5 +18,7 @@ class GatedMLP:
     gate_up: ColumnLinear
     down: RowLinear
 
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        return self.down(kernels.silu_mul(self.gate_up(x)))
+    def record(self, plan: kernels.Plan, residual: np.ndarray, norm: RMSNorm | None, normed: np.ndarray) -> None:
+        """Take what ``gate_up.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
+        plan.silu_mul(self.gate_up.record(plan, "gate_up"), self.down.input(plan))
+        self.down.record(plan, residual, norm, normed)

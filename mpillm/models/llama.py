@@ -5,15 +5,16 @@ Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(nor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mpillm import kernels
-from mpillm.layers.attention import Attention, Heads, KVGather, LayerCache, Rows
+from mpillm.kernels import Heads, LayerCache, Rows
+from mpillm.layers.attention import Attention, KVGather
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
 from mpillm.layers.mlp import GatedMLP
-from mpillm.layers.norm import HeadRMSNorm, RMSNorm
+from mpillm.layers.norm import RMSNorm
 from mpillm.layers.rope import Rope
 from mpillm.models.config import ModelConfig
 from mpillm.models.load import Loader
@@ -55,21 +56,62 @@ class Llama:
     norm: RMSNorm
     head: VocabHead
     rope: Rope
+    _step: _Step | None = field(default=None, init=False, repr=False)
 
     def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
-        """Logits float32 [len(wanted), local vocabulary] of the rows ``wanted`` (indices into the step)."""
-        x = self.embedding(rows.tokens)
-        for block, layer_cache in zip(self.blocks, cache, strict=True):
-            kernels.add_in_place(x, block.attention(block.attention_norm(x), rows, layer_cache))
-            kernels.add_in_place(x, block.mlp(block.mlp_norm(x)))
-        return self.head(self.norm(np.ascontiguousarray(x[wanted])))
+        """Logits float32 [len(wanted), local vocabulary] of the rows ``wanted`` (indices into the step).
+
+        They are valid until the next call.
+        """
+        step = self._step
+        if step is None or step.cache is not cache or step.plan.capacity < len(rows.tokens):
+            step = self._step = self._record(cache, room_for(len(rows.tokens)))
+        self.embedding(rows.tokens, step.x[:len(rows.tokens)])
+        step.plan.run(rows, wanted)
+        return step.logits[:len(wanted)]
+
+    def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
+        """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
+        plan, hidden = kernels.Plan(capacity), self.embedding.hidden
+        x = plan.buffer("x", hidden)
+        first = self.blocks[0]
+        plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.qkv.input(plan, hidden))
+        for i, (block, layer_cache) in enumerate(zip(self.blocks, cache, strict=True)):
+            block.attention.record(plan, layer_cache, x, block.mlp_norm, block.mlp.gate_up.input(plan, hidden))
+            last = i + 1 == len(self.blocks)
+            following = None if last else self.blocks[i + 1]
+            if following is None:
+                block.mlp.record(plan, x, None, plan.buffer("unused", hidden))
+            else:
+                block.mlp.record(plan, x, following.attention_norm, following.attention.qkv.input(plan, hidden))
+        plan.norm(x, self.norm.weight, self.norm.eps, self.head.input(plan, hidden), chosen=True)
+        return _Step(plan, cache, x, self.head.record(plan))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each family of operations since the last plan was made."""
+        return self._step.plan.seconds() if self._step is not None else {}
+
+
+@dataclass
+class _Step:
+    """A recorded step, what it was recorded for, and where its rows come in and its logits out."""
+
+    plan: kernels.Plan
+    cache: list[LayerCache]
+    x: np.ndarray
+    logits: np.ndarray
+
+
+def room_for(rows: int) -> int:
+    """A plan's capacity: some steps of slightly more rows need no new one."""
+    return 16 if rows <= 16 else 1 << (rows - 1).bit_length()
 
 
 def local_heads(config: ModelConfig, share: Share) -> Heads:
     """The query heads of a share in groups by the KV heads that it holds."""
     groups = local_groups(share, config.n_heads // config.n_kv_heads)
     starts, stops = (np.array([getattr(span, end) for span in groups], np.int32) for end in ("start", "stop"))
-    return Heads(config.head_dim, share.heads.size, len(groups), share.kv_columns.size, starts, stops)
+    return Heads(config.head_dim, share.heads.size, starts, stops)
 
 
 def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
@@ -88,11 +130,11 @@ def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | N
     def norm(which: str) -> RMSNorm:
         return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps)
 
-    def head_norm(which: str) -> HeadRMSNorm | None:
-        return HeadRMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps) if config.qk_norm else None
+    def head_norm(which: str) -> RMSNorm | None:
+        return norm(which) if config.qk_norm else None
 
     qkv = load.columns([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
-    attention = Attention(index, heads, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
+    attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
                           head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
     gate_up = load.columns([prefix + name for name in MATRICES["gate_up"]], [share.columns, share.columns])
     mlp = GatedMLP(gate_up, load.rows(prefix + MATRICES["down"][0], share.columns))

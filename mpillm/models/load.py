@@ -77,7 +77,7 @@ class Loader:
             last = min(-(-last // Q8_BLOCK) * Q8_BLOCK, k_full)
         weight = self._pack([_Piece(name + ".weight", Span(0, n_out))], range(first, last))
         bias = self.vector(name + ".bias") if self.weights.has(name + ".bias") else None
-        return RowLinear(weight, bias, k_full, span.start - first, self.reducer)
+        return RowLinear(weight, bias, k_full, span.start - first, span.size, self.reducer)
 
     def vector(self, name: str) -> np.ndarray:
         """A whole tensor of one axis, float32."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 
-from mpillm.jit import gemm, pack, policy
+from mpillm.jit import pack, policy
 from mpillm.quant import layout
 
 
@@ -21,11 +19,9 @@ class PackedMatrix:
     data: np.ndarray
     scales: np.ndarray | None
     stride: int = field(init=False)          # elements of a panel
-    kernel: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stride = layout.panel_stride(self.format, self.k)
-        self.kernel = gemm.linear_kernel(self.format)
 
     @property
     def nbytes(self) -> int:

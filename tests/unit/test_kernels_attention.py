@@ -1,5 +1,6 @@
 """Attention over the block cache against its twin; poison, windows, groups; one order for all batches."""
 
+import direct
 import naive
 import numpy as np
 import pytest
@@ -34,14 +35,13 @@ class Setting:
         rows = np.array([rows[i] for i in rng.permutation(len(rows))], np.int32)
         k = np.stack([self.keys[s][p].ravel() for s, p in rows])
         v = np.stack([self.values[s][p].ravel() for s, p in rows])
-        assert kernels.cache_write(self.k_cache, self.v_cache, kv_type, k, v, rows[:, 0].copy(),
-                                   rows[:, 1].copy(), self.table) == 0
+        direct.cache_write(self.k_cache, self.v_cache, kv_type, k, v, rows[:, 0].copy(), rows[:, 1].copy(), self.table)
         self.queries = [rng.standard_normal((n, self.stops[-1] * size), dtype=np.float32) for n in lengths]
 
     def run(self, rows, window=0):
         rows = np.array(rows, np.int32)
         q = np.stack([self.queries[s][p] for s, p in rows])
-        return kernels.attention(q, self.k_cache, self.v_cache, self.kv_type, self.starts, self.stops,
+        return direct.attention(q, self.k_cache, self.v_cache, self.kv_type, self.starts, self.stops,
                                  rows[:, 0].copy(), rows[:, 1].copy(), self.table, self.size ** -0.5, window)
 
     def expected(self, rows, window=0):
@@ -118,17 +118,40 @@ def test_nan_in_a_query_stays_in_its_row():
     assert np.isnan(got[1, :16]).all() and np.isfinite(got[[0, 2]]).all() and np.isfinite(got[1, 16:]).all()
 
 
-@pytest.mark.parametrize("kv_type, bad", [("f16", 3), ("bf16", 2), ("f32", 2)])
-def test_what_the_cache_cannot_hold_is_counted_and_never_infinite(kv_type, bad):
-    k_cache, v_cache = kernels.allocate_cache(kv_type, 1, 1, 16)
-    k, v = np.zeros((1, 16), np.float32), np.zeros((1, 16), np.float32)
-    k[0, 2], k[0, 3], v[0, 5], v[0, 6] = 1e5, np.inf, np.nan, 65519
-    zero, table = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
-    assert kernels.cache_write(k_cache, v_cache, kv_type, k, v, zero, zero, table) == bad
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_what_the_cache_cannot_hold_is_nan_and_never_infinite(kv_type, where):
+    """Row 1 of head 0 has a value that is too large: it and all that attends to it is NaN, the others are not."""
+    k_cache, v_cache = kernels.allocate_cache(kv_type, 1, 2, 16)
+    given = {name: np.ones((3, 32), np.float32) for name in "kv"}
+    given[where][1, 5] = {"f16": 65520, "bf16": 3.4e38, "f32": np.inf}[kv_type]
+    zero, positions, table = np.zeros(3, np.int32), np.arange(3, dtype=np.int32), np.zeros((1, 1), np.int32)
+    direct.cache_write(k_cache, v_cache, kv_type, given["k"], given["v"], zero, positions, table)
     infinite = {"f16": (0x7C00, 0xFC00), "bf16": (0x7F80, 0xFF80), "f32": (np.inf, -np.inf)}[kv_type]
     for cache in (k_cache, v_cache):
         words = cache.view(np.uint16) if kv_type != "f32" else cache
         assert not np.isin(words, infinite).any()
+    starts = np.arange(2, dtype=np.int32)
+    got = direct.attention(np.ones((3, 32), np.float32), k_cache, v_cache, kv_type, starts, starts + 1, zero, positions,
+                           table, 0.25)
+    assert np.isnan(got[1:, :16]).all() and np.array_equal(got[0], np.ones(32)) and (got[:, 16:] == 1).all()
+
+
+@pytest.mark.parametrize("kv_type", kernels.KV_TYPES)
+@pytest.mark.parametrize("window", [0, 700])
+def test_stretches_of_positions_are_merged_alike_by_one_thread_and_by_many(kv_type, window, monkeypatch):
+    setting = Setting(kv_type, (2, 3), 32, [1700, 40, 600])
+    rows = [(0, 1699), (0, 511), (0, 512), (0, 1300), (0, 1301), (1, 39), (2, 599)]
+    expected = setting.expected(rows, window)
+    monkeypatch.setattr(policy._Threads, "count", 1)
+    alone = [setting.run([row], window)[0] for row in rows]
+    np.testing.assert_allclose(alone, expected, rtol=0, atol=3e-6)
+    for threads in (2, 3, 5):
+        monkeypatch.setattr(policy._Threads, "count", threads)
+        for count in (1, 2, 7):
+            for start in range(0, len(rows), count):
+                got = setting.run(rows[start:start + count], window)
+                assert np.array_equal(got.view(np.uint32), np.array(alone[start:start + count]).view(np.uint32))
 
 
 def test_rows_of_wider_arrays_are_taken_as_they_are():
@@ -136,7 +159,7 @@ def test_rows_of_wider_arrays_are_taken_as_they_are():
     rows = np.array([(0, 10), (0, 69)], np.int32)
     q = np.stack([setting.queries[0][p] for _, p in rows])
     qkv = np.concatenate([np.full((2, 5), np.nan, np.float32), q, np.full((2, 3), np.nan, np.float32)], 1)
-    got = kernels.attention(qkv[:, 5:-3], setting.k_cache, setting.v_cache, "f16", setting.starts,
+    got = direct.attention(qkv[:, 5:-3], setting.k_cache, setting.v_cache, "f16", setting.starts,
                             setting.stops, rows[:, 0].copy(), rows[:, 1].copy(), setting.table, 0.25)
     assert np.array_equal(got, setting.run(rows))
 
@@ -148,14 +171,13 @@ def test_a_missing_block_is_told_not_read():
         setting.run([(0, 64)])
     x, position = np.zeros((1, 16), np.float32), np.array([64], np.int32)
     with pytest.raises(AssertionError, match="no block"):
-        kernels.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32), position,
+        direct.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32), position,
                             setting.table)
     with pytest.raises(AssertionError, match="no block"):
-        kernels.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32),
+        direct.cache_write(setting.k_cache, setting.v_cache, "bf16", x, x, np.zeros(1, np.int32),
                             position * 2, setting.table)
-    setting.stops += 1
     with pytest.raises(AssertionError, match="heads"):
-        setting.run([(1, 5)])
+        kernels.Heads(16, 1, setting.starts, setting.stops + 1)
 
 
 @pytest.mark.parametrize("kv_type", kernels.KV_TYPES)
@@ -173,9 +195,8 @@ def test_no_heads_or_rows_give_nothing():
     none, table = np.zeros(0, np.int32), np.zeros((1, 1), np.int32)
     row = np.zeros(1, np.int32)
     nothing = np.zeros((1, 0), np.float32)
-    assert kernels.cache_write(k, v, "bf16", nothing, nothing, row, row, table) == 0
-    assert kernels.attention(nothing, k, v, "bf16", none, none, row, row, table, 1.0).shape == (1, 0)
+    assert direct.attention(nothing, k, v, "bf16", none, none, row, row, table, 1.0).shape == (1, 0)
     k, v = kernels.allocate_cache("bf16", 2, 1, 16)
     one = np.ones(1, np.int32)
     empty = np.zeros((0, 16), np.float32)
-    assert kernels.attention(empty, k, v, "bf16", 0 * one, one, none, none, table, 1.0).shape == (0, 16)
+    assert direct.attention(empty, k, v, "bf16", 0 * one, one, none, none, table, 1.0).shape == (0, 16)

@@ -16,7 +16,7 @@ from mpillm import io, kernels
 from mpillm.config import RunConfig
 from mpillm.engine import kvcache, setup
 from mpillm.errors import ModelError, OutputError, ResourceError, UsageError
-from mpillm.layers.attention import Rows
+from mpillm.kernels import Rows
 from mpillm.models import registry
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
@@ -26,6 +26,8 @@ PLENTY = 1 << 40
 
 
 class _Alone:
+    tp = 1
+
     def all_reduce(self, array):
         pass
 

@@ -49,6 +49,32 @@ def scale_row(typingctx, x, start, scale, weight, y, to, n):
 
 
 @intrinsic
+def add_row(typingctx, x, start, y, other, n):
+    """x[start:start + n] += y[other:other + n]."""
+    def codegen(context, b, signature, arguments):
+        x, start, y, other, n = arguments
+        x, y = v.data(context, b, signature.args[0], x), v.data(context, b, signature.args[2], y)
+
+        def body(i, load, store):
+            to = v.at(b, x, b.add(start, i), F32)
+            store(b.fadd(load(to, 0.0), load(v.at(b, y, b.add(other, i), F32), 0.0)), to)
+
+        v.for_lanes(b, n, body)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, y, types.intp, types.intp), codegen
+
+
+@intrinsic
+def exponential_of(typingctx, value):
+    """The exponential of one float, with the bits of :func:`exponential_rows`."""
+    def codegen(context, b, signature, arguments):
+        return b.extract_element(v.exponential(b, v.splat(b, arguments[0], V16F)), I32(0))
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
 def silu_mul_row(typingctx, x, gate, up, y, offset, n):
     """y[offset:offset + n] = silu(x[gate:gate + n]) * x[up:up + n]."""
     def codegen(context, b, signature, arguments):

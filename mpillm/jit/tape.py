@@ -1,0 +1,296 @@
+"""Operations that find their arguments in memory, and tapes of operations that one call runs.
+
+An operation is a core ``core(part, parts, *arguments)``: a compiled helper that does its share of the work and
+returns nothing. It is compiled once, as a C function of (address of the arguments, part, parts), whatever the
+number of threads. A tape is a list of them. Every thread runs through the whole tape and meets the others after
+each operation, so that a step of a model forks once, not some hundred times, and Python is not asked in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from mpillm.jit import policy
+from mpillm.jit.isa import atomics
+from mpillm.jit.isa.vector import F32, I32, I64
+from mpillm.jit.parallel import call_part, in_parts
+
+ARRIVED, SPINS, YIELDS, NAP = range(4)     # words of a team's state
+STATE_WORDS = 16
+FREE_SPINS, CROWDED_SPINS = 4000, 0        # polls before a thread offers its core: some 40 us, or none
+
+
+@policy.helper
+def _meet(state, target):
+    """Say that this thread has come, and wait for the others: spin, then yield, then sleep."""
+    atomics.fetch_add(state, ARRIVED, 1)
+    polls = 0
+    while atomics.load(state, ARRIVED) < target:
+        polls += 1
+        if polls <= state[SPINS]:
+            atomics.pause()
+        elif polls <= state[SPINS] + state[YIELDS]:
+            atomics.yield_core()
+        else:
+            atomics.nap(state[NAP])
+
+
+@policy.helper
+def _run_part(part, parts, operations, count, state, nanoseconds):
+    """One thread's way through ``operations`` [count, 2]: address of the function, address of its arguments."""
+    began = atomics.now()
+    for i in range(count):
+        call_part(operations[2 * i], operations[2 * i + 1], part, parts)
+        if parts > 1:
+            _meet(state, parts * (i + 1))
+        if part == 0:
+            ended = atomics.now()
+            nanoseconds[i] += ended - began
+            began = ended
+
+
+_run_team = in_parts(_run_part)
+
+
+def run_tape(operations, count, state, nanoseconds, parts):
+    """Run a tape with a team of ``parts`` threads."""
+    state[ARRIVED] = 0
+    _run_team((operations, count, state, nanoseconds), parts)
+
+
+def run_one_by_one(operations, count, state, nanoseconds, parts):
+    """The same where threads cannot be had all at once: fork and join for every operation."""
+    for i in range(count):
+        began = atomics.now()
+        _run_one((operations[2 * i:], state), parts)
+        nanoseconds[i] += atomics.now() - began
+
+
+@policy.helper
+def _one_part(part, parts, operation, state):
+    call_part(operation[0], operation[1], part, parts)
+
+
+_run_one = in_parts(_one_part)
+
+WORDS = types.int64[::1]
+SIGNATURE = (WORDS, types.intp, WORDS, WORDS, types.intp)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An argument whose value is given anew for each run of a tape."""
+
+    name: str
+
+
+class Operation:
+    """A compiled core and the numba types of its arguments, ``part`` and ``parts`` aside."""
+
+    def __init__(self, core: Any, name: str, kinds: Sequence[Any]) -> None:
+        self.name, self.kinds = name, tuple(kinds)
+        self._compiled = policy.c_function(_entry(core, self.kinds, name), name)
+        self.address: int = self._compiled.address
+
+    def words(self, arguments: Sequence[Any]) -> list[int | Cell]:
+        """The arguments as 64-bit words: addresses, integers, bits of floats."""
+        assert len(arguments) == len(self.kinds), f"{self.name}: {len(arguments)} arguments for {len(self.kinds)}"
+        return [value if isinstance(value, Cell) else _word(self.name, kind, value)
+                for kind, value in zip(self.kinds, arguments, strict=True)]
+
+    def __call__(self, *arguments: Any, parts: int = 1) -> None:
+        """Run this operation alone."""
+        words = np.array(self.words(arguments), np.int64)
+        run_words(np.array([self.address, address_of(words)], np.int64), 1, np.zeros(1, np.int64), parts)
+
+
+def address_of(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+_DTYPES = {types.float32: "f4", types.int16: "i2", types.uint16: "u2", types.int8: "i1", types.uint8: "u1",
+           types.int32: "i4", types.int64: "i8", types.float64: "f8"}
+
+
+def _word(name: str, kind: Any, value: Any) -> int:
+    if isinstance(kind, types.Array):
+        wanted = np.dtype(_DTYPES[kind.dtype])
+        assert isinstance(value, np.ndarray) and value.dtype == wanted, \
+            f"{name}: an array of {wanted} is needed, not {getattr(value, 'dtype', type(value))}"
+        return address_of(value)
+    if kind == types.float32:
+        return int(np.float32(value).view(np.uint32))
+    return int(value)
+
+
+def _entry_template(arguments, part, parts):
+    unpack_and_call(arguments, part, parts)  # noqa: F821 (given to each copy as its global)
+
+
+def _entry(core: Any, kinds: tuple, name: str) -> FunctionType:
+    """A function of (address of words, part, parts) that calls ``core`` with what the words say."""
+    @intrinsic
+    def unpack_and_call(typingctx, arguments, part, parts):
+        call = typingctx.resolve_value_type(core).get_call_type(typingctx, (types.intp, types.intp, *kinds), {})
+
+        def codegen(context, b, signature, values):
+            words, part, parts = values
+            compiled = core.get_compile_result(call)
+            context.active_code_library.add_linking_library(compiled.library)
+            unpacked = [_unpack(context, b, kind, b.add(words, I64(8 * i))) for i, kind in enumerate(kinds)]
+            context.call_internal_no_propagate(b, compiled.fndesc, call, [part, parts, *unpacked])
+            return context.get_dummy_value()
+
+        return types.void(types.uintp, types.intp, types.intp), codegen
+
+    return FunctionType(_entry_template.__code__, {"unpack_and_call": unpack_and_call}, name)
+
+
+def _unpack(context: Any, b: ir.IRBuilder, kind: Any, address: Any) -> Any:
+    word = b.load(b.inttoptr(address, I64.as_pointer()), typ=I64)
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, b)
+        size = I64(kind.dtype.bitwidth // 8)
+        context.populate_array(array, data=b.inttoptr(word, array.data.type), shape=[I64(2**62)], strides=[size],
+                               itemsize=size, meminfo=None)
+        return array._getvalue()
+    return b.bitcast(b.trunc(word, I32), F32) if kind == types.float32 else word
+
+
+class Tape:
+    """Operations in order, recorded once with fixed buffers and run many times with new values of its cells."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Operation | Callable[[], None], str]] = []
+        self._words: list[int] = []
+        self._starts: list[int] = []
+        self._held: list[Any] = []
+        self._cells: dict[str, list[int]] = {}
+        self._stretches: list[Callable[[int], None]] = []
+        self.families: list[str] = []
+
+    def add(self, family: str, operation: Operation, *arguments: Any) -> None:
+        """Record an operation; ``family`` is what its time is counted under."""
+        words = operation.words(arguments)
+        self._starts.append(len(self._words))
+        for word in words:
+            if isinstance(word, Cell):
+                self._cells.setdefault(word.name, []).append(len(self._words))
+                word = 0
+            self._words.append(word)
+        self._held.append(arguments)
+        self._entries.append((operation, family))
+
+    def call(self, family: str, function: Callable[[], None]) -> None:
+        """Record a Python function: the tape stops for it."""
+        self._starts.append(len(self._words))
+        self._entries.append((function, family))
+
+    def finish(self) -> None:
+        """Lay the tape out; nothing is added afterwards."""
+        self._memory = np.array(self._words, np.int64)
+        self._nanoseconds = np.zeros(len(self._entries), np.int64)
+        self.families = [family for _, family in self._entries]
+        self._names = list(self._cells)
+        self._slots = np.array([slot for slots in self._cells.values() for slot in slots], np.int64)
+        self._which = np.repeat(np.arange(len(self._names)), [len(slots) for slots in self._cells.values()])
+        base, begin = address_of(self._memory), 0
+        for i in range(len(self._entries) + 1):
+            if i < len(self._entries) and isinstance(self._entries[i][0], Operation):
+                continue
+            if i > begin:
+                self._stretches.append(self._operations(begin, i, base))
+            if i < len(self._entries):
+                self._stretches.append(self._python(i))
+            begin = i + 1
+
+    def _operations(self, begin: int, end: int, base: int) -> Callable[[int], None]:
+        pairs = np.array([(self._entries[i][0].address, base + 8 * self._starts[i])  # type: ignore[union-attr]
+                          for i in range(begin, end)], np.int64).reshape(-1)
+        nanoseconds = self._nanoseconds[begin:end]
+        return lambda parts: run_words(pairs, end - begin, nanoseconds, parts)
+
+    def _python(self, index: int) -> Callable[[int], None]:
+        function = self._entries[index][0]
+
+        def run(parts: int) -> None:
+            began = atomics.clock()
+            function()  # type: ignore[operator]
+            self._nanoseconds[index] += atomics.clock() - began
+
+        return run
+
+    def run(self, parts: int, values: dict[str, int]) -> None:
+        """Run with these values of the cells: integers, or addresses of arrays (``address_of``)."""
+        self._memory[self._slots] = np.array([values[name] for name in self._names], np.int64)[self._which]
+        for stretch in self._stretches:
+            stretch(parts)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds spent in each family of operations since the start."""
+        found: dict[str, float] = {}
+        for family, nanoseconds in zip(self.families, self._nanoseconds.tolist(), strict=True):
+            found[family] = found.get(family, 0.0) + nanoseconds * 1e-9
+        return found
+
+
+class _Team:
+    """Whether this process's threads run at the same time, found out at the first use."""
+
+    together: bool | None = None
+    state = np.zeros(STATE_WORDS, np.int64)
+
+
+def prepare(crowded: bool) -> None:
+    """Say whether threads and ranks outnumber the cores: then waiting threads give their core away at once."""
+    _Team.state[SPINS], _Team.state[YIELDS], _Team.state[NAP] = CROWDED_SPINS if crowded else FREE_SPINS, 1000, 50
+
+
+prepare(False)
+
+
+@policy.cached
+def _runner(name: str) -> Any:
+    return policy.kernel({"team": run_tape, "single": run_one_by_one}[name], f"run_tape_{name}", SIGNATURE)
+
+
+@policy.helper
+def _assemble_part(part, parts, state, patience):
+    """Wait until all parts run, ``patience`` ns at most; state [1] counts those that saw all."""
+    atomics.fetch_add(state, 0, 1)
+    began = atomics.now()
+    while atomics.load(state, 0) < parts:
+        if atomics.now() - began > patience:
+            return
+        atomics.yield_core()
+    atomics.fetch_add(state, 1, 1)
+
+
+_run_assemble = in_parts(_assemble_part)
+
+
+def assemble(state, patience, parts):
+    """Count in state [1] the parts that met all others."""
+    _run_assemble((state, patience), parts)
+
+
+def _runs_together(parts: int) -> bool:
+    state = np.zeros(STATE_WORDS, np.int64)
+    policy.kernel(assemble, "assemble", (WORDS, types.intp, types.intp))(state, 2_000_000_000, parts)
+    return int(state[1]) == parts
+
+
+def run_words(operations: np.ndarray, count: int, nanoseconds: np.ndarray, parts: int) -> None:
+    """Run ``operations``, with a team of threads if the threading layer lets them run at once."""
+    if parts > 1 and _Team.together is None:
+        _Team.together = _runs_together(parts)
+    runner = _runner("team" if parts == 1 or _Team.together else "single")
+    runner(operations, count, _Team.state, nanoseconds, parts)
