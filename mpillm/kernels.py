@@ -389,6 +389,7 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
     _check_kv(kv_type)
+    _tape.warm_up()
     for name in weight_formats:
         _gemm.linear_operation(name), _pack.pack_kernel(name), _pack.lookup_kernel(name)
         if name == "q8_0":

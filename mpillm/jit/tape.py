@@ -92,6 +92,9 @@ class Cell:
     name: str
 
 
+UNKNOWN = 1 << 62          # size of an array that is given as a cell
+
+
 class Operation:
     """A compiled core and the numba types of its arguments, ``part`` and ``parts`` aside."""
 
@@ -101,14 +104,14 @@ class Operation:
         self.address: int = self._compiled.address
 
     def words(self, arguments: Sequence[Any]) -> list[int | Cell]:
-        """The arguments as 64-bit words: addresses, integers, bits of floats."""
+        """The arguments as 64-bit words: an array's address and size, an integer, the bits of a float."""
         assert len(arguments) == len(self.kinds), f"{self.name}: {len(arguments)} arguments for {len(self.kinds)}"
-        return [value if isinstance(value, Cell) else _word(self.name, kind, value)
-                for kind, value in zip(self.kinds, arguments, strict=True)]
+        return [word for kind, value in zip(self.kinds, arguments, strict=True)
+                for word in _words(self.name, kind, value)]
 
     def __call__(self, *arguments: Any, parts: int = 1) -> None:
         """Run this operation alone."""
-        words = np.array(self.words(arguments), np.int64)
+        words = np.array([*self.words(arguments), 0], np.int64)
         run_words(np.array([self.address, address_of(words)], np.int64), 1, np.zeros(1, np.int64), parts)
 
 
@@ -120,15 +123,17 @@ _DTYPES = {types.float32: "f4", types.int16: "i2", types.uint16: "u2", types.int
            types.int32: "i4", types.int64: "i8", types.float64: "f8"}
 
 
-def _word(name: str, kind: Any, value: Any) -> int:
+def _words(name: str, kind: Any, value: Any) -> list[int | Cell]:
     if isinstance(kind, types.Array):
+        if isinstance(value, Cell):
+            return [value, UNKNOWN]
         wanted = np.dtype(_DTYPES[kind.dtype])
         assert isinstance(value, np.ndarray) and value.dtype == wanted, \
             f"{name}: an array of {wanted} is needed, not {getattr(value, 'dtype', type(value))}"
-        return address_of(value)
-    if kind == types.float32:
-        return int(np.float32(value).view(np.uint32))
-    return int(value)
+        return [address_of(value), value.size]
+    if isinstance(value, Cell):
+        return [value]
+    return [int(np.float32(value).view(np.uint32)) if kind == types.float32 else int(value)]
 
 
 def _entry_template(arguments, part, parts):
@@ -145,7 +150,11 @@ def _entry(core: Any, kinds: tuple, name: str) -> FunctionType:
             words, part, parts = values
             compiled = core.get_compile_result(call)
             context.active_code_library.add_linking_library(compiled.library)
-            unpacked = [_unpack(context, b, kind, b.add(words, I64(8 * i))) for i, kind in enumerate(kinds)]
+            at, unpacked = words, []
+            for kind in kinds:
+                value, taken = _unpack(context, b, kind, at)
+                unpacked.append(value)
+                at = b.add(at, I64(8 * taken))
             context.call_internal_no_propagate(b, compiled.fndesc, call, [part, parts, *unpacked])
             return context.get_dummy_value()
 
@@ -154,15 +163,16 @@ def _entry(core: Any, kinds: tuple, name: str) -> FunctionType:
     return FunctionType(_entry_template.__code__, {"unpack_and_call": unpack_and_call}, name)
 
 
-def _unpack(context: Any, b: ir.IRBuilder, kind: Any, address: Any) -> Any:
-    word = b.load(b.inttoptr(address, I64.as_pointer()), typ=I64)
+def _unpack(context: Any, b: ir.IRBuilder, kind: Any, address: Any) -> tuple[Any, int]:
+    """A core's argument from memory, and how many words it took."""
+    word, size = (b.load(b.inttoptr(b.add(address, I64(8 * i)), I64.as_pointer()), typ=I64) for i in (0, 1))
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, b)
-        size = I64(kind.dtype.bitwidth // 8)
-        context.populate_array(array, data=b.inttoptr(word, array.data.type), shape=[I64(2**62)], strides=[size],
-                               itemsize=size, meminfo=None)
-        return array._getvalue()
-    return b.bitcast(b.trunc(word, I32), F32) if kind == types.float32 else word
+        each = I64(kind.dtype.bitwidth // 8)
+        context.populate_array(array, data=b.inttoptr(word, array.data.type), shape=[size], strides=[each],
+                               itemsize=each, meminfo=None)
+        return array._getvalue(), 2
+    return b.bitcast(b.trunc(word, I32), F32) if kind == types.float32 else word, 1
 
 
 class Tape:
@@ -196,7 +206,7 @@ class Tape:
 
     def finish(self) -> None:
         """Lay the tape out; nothing is added afterwards."""
-        self._memory = np.array(self._words, np.int64)
+        self._memory = np.array([*self._words, 0], np.int64)
         self._nanoseconds = np.zeros(len(self._entries), np.int64)
         self.families = [family for _, family in self._entries]
         self._names = list(self._cells)
@@ -280,6 +290,11 @@ _run_assemble = in_parts(_assemble_part)
 def assemble(state, patience, parts):
     """Count in state [1] the parts that met all others."""
     _run_assemble((state, patience), parts)
+
+
+def warm_up() -> None:
+    """Compile or load what runs tapes."""
+    _runner("team")
 
 
 def _runs_together(parts: int) -> bool:
