@@ -137,11 +137,16 @@ class BatchLoop:
 
     def _rows(self, parts: list[Part]) -> tuple[Rows, np.ndarray, list[tuple[Part, int]]]:
         """The arrays of a step; the rows whose logits are wanted, and of each its part and position."""
-        tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
-        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in parts])
         counts = [p.count for p in parts]
-        slots = np.repeat([p.sequence.slot for p in parts], counts)
-        prompts = np.repeat([len(p.sequence.prompt) for p in parts], counts)
+        starts = np.array([p.start for p in parts])
+        slots = np.array([p.sequence.slot for p in parts])
+        prompts = np.array([len(p.sequence.prompt) for p in parts])
+        if max(counts) == 1 and all(p.sequence.generated for p in parts):
+            tokens, positions = np.array([p.sequence.generated[-1] for p in parts], np.int64), starts
+        else:
+            tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
+            positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in parts])
+            slots, prompts = np.repeat(slots, counts), np.repeat(prompts, counts)
         cos, sin = self.model.rope.rows(positions, np.maximum(prompts, positions + 1))
         wanted, owners, first = [], [], 0
         for part in parts:

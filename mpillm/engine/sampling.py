@@ -113,8 +113,9 @@ class Sampler:
         parts = self.exchange.gather(message)
         told = np.empty((len(pending), 2), np.int64)
         if parts is not None:
+            merged = Merged(np.stack(parts), count, n_top)
             for at, index in enumerate(pending):
-                decision = merge(rows[index], [part[at] for part in parts], count, n_top)
+                decision = merged.decision(rows[index], at)
                 if decision.flag == CONTINUE and rows[index].choose:
                     decision.flag = judge(index, decision)
                 decisions[index] = decision
@@ -207,46 +208,69 @@ def _tempered_parts(logits: np.ndarray, temperature: float) -> tuple[float, floa
     return top, float(np.exp((logits.astype(np.float64) - top) / temperature).sum())
 
 
-def merge(row: Row, parts: list[np.ndarray], count: int, n_top: int) -> Decision:
-    """The decision for one row from every rank's message about it, in rank order."""
-    heads = np.stack([part[:FIXED] for part in parts])
-    top = heads[:, RAW_MAX].max()
-    if not np.isfinite(top):
-        return Decision(flag=NOT_FINITE)
-    total = 0.0
-    for rank in range(len(parts)):
-        if heads[rank, RAW_SUM]:
-            total += heads[rank, RAW_SUM] * np.exp(heads[rank, RAW_MAX] - top)
-    if not np.isfinite(total):
-        return Decision(flag=NOT_FINITE)
-    log_sum = float(top + np.log(total))
-    alternatives = _alternatives(row, parts, n_top, log_sum)
-    if not row.choose:
-        return Decision(logprob=float(heads[:, TARGET].max()) - log_sum, top=alternatives)
+class Merged:
+    """Every rank's message about each row, [ranks, rows, words] in rank order, put together."""
 
-    if row.plain:
-        best = max(range(len(parts)), key=lambda r: (heads[r, SCORE], -heads[r, SCORE_ID]))
-        token, raw = heads[best, SCORE_ID], heads[best, SCORE_RAW]
-        if heads[best, SCORE] == -np.inf:
+    def __init__(self, parts: np.ndarray, count: int, n_top: int) -> None:
+        self._parts, self._count, self._n_top = parts, count, n_top
+        heads = self._heads = parts[:, :, :FIXED]
+        top = heads[:, :, RAW_MAX].max(0)
+        total = np.zeros(len(top))
+        with np.errstate(all="ignore"):
+            for head in heads:           # in rank order
+                total += np.where(head[:, RAW_SUM] == 0, 0, head[:, RAW_SUM] * np.exp(head[:, RAW_MAX] - top))
+            self._finite = (np.isfinite(top) & np.isfinite(total)).tolist()
+            self._log_sum = (top + np.log(total)).tolist()
+        first = FIXED + 1 + 2 * n_top
+        self._best = _best(parts[:, :, first:first + 3]) if count else None
+        self._sampled = _best(heads[:, :, SCORE:SCORE_RAW + 1])
+
+    def decision(self, row: Row, at: int) -> Decision:
+        """The decision for row ``at``."""
+        if not self._finite[at]:
+            return Decision(flag=NOT_FINITE)
+        log_sum, parts = self._log_sum[at], self._parts[:, at]
+        alternatives = _alternatives(row, parts, self._n_top, log_sum)
+        if not row.choose:
+            return Decision(logprob=float(self._heads[:, at, TARGET].max()) - log_sum, top=alternatives)
+        if row.truncated:
+            return self._truncated(row, at, alternatives)
+        best = self._best if row.greedy else self._sampled
+        assert best is not None, "a greedy row has candidates"
+        score, token, raw = best[at]
+        if score == -np.inf:
             return Decision(flag=NONE_ALLOWED)
-    else:
-        found = np.concatenate([part[FIXED + 1 + 2 * n_top:].reshape(count, 3) for part in parts])
+        return Decision(token=int(token), logprob=raw - log_sum, top=alternatives)
+
+    def _truncated(self, row: Row, at: int, alternatives: list[tuple[int, float]] | None) -> Decision:
+        """The same from candidates, of which the truncations keep some."""
+        parts, count = self._parts[:, at], self._count
+        found = parts[:, FIXED + 1 + 2 * self._n_top:].reshape(-1, 3)
         found = found[found[:, 0] > -np.inf]
         if not len(found):
             return Decision(flag=NONE_ALLOWED)
         found = found[np.lexsort((found[:, 1], -found[:, 0]))]
-        kept = 1 if row.greedy else _truncated(row, found, _bound(parts, count, n_top), heads)
+        kept = _truncated(row, found, _bound(parts, count, self._n_top), self._heads[:, at])
         if kept is None:
             return Decision(flag=WIDEN)
         chosen = 0
         if kept > 1:
             noise = kernels.gumbel_noise(row.seed, row.position, found[:kept, 1].astype(np.int64))
             chosen = int(np.argmax(found[:kept, 0] / row.sampling.temperature + noise))
-        token, raw = found[chosen, 1], found[chosen, 2]
-    return Decision(token=int(token), logprob=float(raw) - log_sum, top=alternatives)
+        return Decision(token=int(found[chosen, 1]), logprob=float(found[chosen, 2]) - self._log_sum[at],
+                        top=alternatives)
 
 
-def _alternatives(row: Row, parts: list[np.ndarray], n_top: int,
+def _best(triples: np.ndarray) -> list[list[float]]:
+    """For each row of [ranks, rows, (score, id, raw)] the triple of the highest score, ties by lower id."""
+    best = triples[0].copy()
+    for other in triples[1:]:
+        better = (other[:, 0] > best[:, 0]) | ((other[:, 0] == best[:, 0]) & (other[:, 1] < best[:, 1]))
+        best[better] = other[better]
+    return best.tolist()
+
+
+def _alternatives(row: Row, parts: np.ndarray, n_top: int,
                   log_sum: float) -> list[tuple[int, float]] | None:
     if not row.alternatives:
         return None
@@ -256,7 +280,7 @@ def _alternatives(row: Row, parts: list[np.ndarray], n_top: int,
     return [(int(token), float(value) - log_sum) for value, token in tops]
 
 
-def _bound(parts: list[np.ndarray], count: int, n_top: int) -> float:
+def _bound(parts: np.ndarray, count: int, n_top: int) -> float:
     """No token that was not sent has a logit above this; -inf when every rank sent all that it has."""
     last = [part[FIXED + 1 + 2 * n_top:].reshape(count, 3)[-1, 0] for part in parts if part[FIXED] > count]
     return max(last, default=-np.inf)

@@ -17,10 +17,10 @@ from mpillm.engine.sampling import (
     NONE_ALLOWED,
     NOT_FINITE,
     WIDEN,
+    Merged,
     Row,
     Sampler,
     apply_processors,
-    merge,
 )
 
 
@@ -43,7 +43,7 @@ def decide_split(logits, row, borders):
     count, rounds = row.candidates(), 0
     while True:
         messages = [s._message(x, [row], count, row.alternatives)[0] for s, x in zip(samplers, slices, strict=True)]
-        decision = merge(row, messages, count, row.alternatives)
+        decision = Merged(np.array(messages)[:, None], count, row.alternatives).decision(row, 0)
         rounds += 1
         assert rounds < 12, "widening does not end"
         if decision.flag != WIDEN:
@@ -126,7 +126,7 @@ def test_a_row_is_cut_alike_whatever_its_neighbours_ask_for(seed, at):
         while True:
             halves = [(first, logits[None, first:first + 450].copy()) for first in (0, 450)]
             messages = [Sampler(_Alone(), first, 450)._message(half, [row], count, 0)[0] for first, half in halves]
-            decision = merge(row, messages, count, 0)
+            decision = Merged(np.array(messages)[:, None], count, 0).decision(row, 0)
             if decision.flag != WIDEN:
                 break
             count = min(8 * count, 450)
