@@ -17,10 +17,12 @@ from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
+from mpillm.jit import pack_blocks as _pack_blocks
 from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
 from mpillm.jit.gemm import NOTHING as _NOTHING
-from mpillm.quant.layout import FORMATS, LIMIT, PAIR, WORDS, allocate, packed_nbytes
+from mpillm.jit.isa.quantised import SHAPES
+from mpillm.quant.layout import FORMATS, LIMIT, PAIR, QUANTISED, WORDS, allocate, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
 BLOCK = _attention.BLOCK
@@ -60,7 +62,7 @@ def _output(name: str, out: np.ndarray | None, shape: tuple[int, int]) -> np.nda
 
 def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
            out: np.ndarray | None = None) -> np.ndarray:
-    """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; q8_0 quantises x first."""
+    """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; quantised formats quantise x first."""
     _rows("linear", x)
     m = x.shape[0]
     assert x.shape[1] == w.k, f"linear: x is {x.shape}, the matrix has {w.k} inputs"
@@ -76,12 +78,13 @@ def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
         return out
     count = min(_policy.threads(), -(-w.n // 16))
     tail = np.empty(16 * m, np.float32) if w.n % 16 else _NOTHING
-    if w.format != "q8_0":
+    if w.format not in QUANTISED:
         w.kernel(x, _NOTHING, w.data, _NOTHING, w.stride, bias, out, tail, count)
         return out
-    codes, scales = np.empty(x.shape, np.int16), np.empty((m, w.k // 32), np.float32)
-    _gemm.quantise_kernel()(x, codes, scales, min(m, _parts(x.size)))
-    w.kernel(codes, scales.ravel(), w.data, w.scales, w.stride, bias, out, tail, count)
+    codes, scales = np.empty(x.shape, np.int8), np.empty((m, w.k // 32), np.float32)
+    sums = np.empty((m, w.k // 16), np.int32)
+    _gemm.quantise_kernel()(x, codes, scales, sums, min(m, _parts(x.size)))
+    w.kernel(codes, scales, sums, w.data, w.scales, w.phase, bias, out, tail, count)
     return out
 
 
@@ -89,9 +92,15 @@ def lookup(w: PackedMatrix, ids: np.ndarray) -> np.ndarray:
     """Rows ``ids`` int64 [M] of a packed matrix, exactly -> [M, k]."""
     assert ids.dtype == np.int64 and ids.ndim == 1, f"lookup: ids {ids.dtype} {ids.shape}"
     out = np.empty((len(ids), w.k), np.float32)
-    scales = _NOTHING if w.scales is None else w.scales
-    bad = _pack.lookup_kernel(w.format)(w.data, scales, w.stride, PAIR[w.format], w.n,
-                                        np.ascontiguousarray(ids), out)
+    ids = np.ascontiguousarray(ids)
+    if w.format in QUANTISED:
+        shape, scales = SHAPES[w.format], w.scales
+        assert scales is not None, f"a {w.format} matrix has scales"
+        bad = _pack_blocks.lookup_blocks_kernel()(
+            shape.number, w.data.view(np.uint8), shape.codes, scales, scales.view(np.uint8), shape.words,
+            shape.super_words, w.phase, w.n, ids, out)
+    else:
+        bad = _pack.lookup_kernel(w.format)(w.data, _NOTHING, w.stride, PAIR[w.format], w.n, ids, out)
     assert bad == 0, f"lookup: {bad} of {len(ids)} ids are outside 0 ... {w.n - 1}"
     return out
 
@@ -288,9 +297,12 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
     _check_kv(kv_type)
     for name in weight_formats:
-        _gemm.linear_kernel(name), _pack.pack_kernel(name), _pack.lookup_kernel(name)
-        if name == "q8_0":
-            _gemm.quantise_kernel(), _pack.pack_codes_kernel()
+        _gemm.linear_kernel(name)
+        if name in QUANTISED:
+            _gemm.quantise_kernel(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
+            _pack_blocks.encode_kernel()
+        else:
+            _pack.pack_kernel(name), _pack.lookup_kernel(name)
     _attention.attention_kernel(kv_type), _attention.cache_write_kernel(kv_type)
     for elementwise in (_elementwise.rms_norm, _elementwise.head_rms_norm, _elementwise.rope,
                         _elementwise.silu_mul):
@@ -299,7 +311,7 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         _sampling.sampling_kernel(sampling)
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "PackedMatrix", "Packer", "add_in_place", "allocate_cache",
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "PackedMatrix", "Packer", "add_in_place", "allocate_cache",
            "attention", "cache_block_nbytes", "cache_shape", "cache_write", "gumbel_best", "gumbel_noise",
            "head_rms_norm", "linear", "log_sum_exp_parts", "lookup", "packed_nbytes", "rms_norm", "rope",
            "set_threads", "silu_mul", "threads", "top_k", "warm_up"]

@@ -1,4 +1,4 @@
-"""Matrix products with packed weights: one driver for every format and number of rows.
+"""Matrix products with packed weights, for every format and number of rows.
 
 Legend: M rows, N outputs, K inputs; a panel is 16 outputs.
 """
@@ -12,7 +12,10 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.isa.generic import MOST_ROWS, flat, quantise_row, rows_by_panels
+from mpillm.jit.isa import quantised
+from mpillm.jit.isa.generic import MOST_ROWS, flat, rows_by_panels
+from mpillm.jit.isa.quantised import blocks_by_panels, most_rows, quantise_row
+from mpillm.jit.isa.select import tier
 from mpillm.jit.parallel import in_parts
 
 GROUP = 4              # panels that a thread takes at a time
@@ -35,6 +38,42 @@ def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel
         row += count
 
 
+@policy.inlined
+def multiply_blocks(x, x_scales, x_sums, rows, k, w, w_scales, phase, first_panel, panels, k_start, k_stop,
+                    y, y_offset, y_stride):
+    """The same for quantised formats, of which x has the first ``rows`` rows [rows, k]."""
+    if rows == 0:
+        return
+    blocks = (rows + most_rows() - 1) // most_rows()
+    size, extra = rows // blocks, rows % blocks
+    row = 0
+    for block in range(blocks):
+        count = size + 1 if block < extra else size
+        blocks_by_panels(count, row, k, x, x_scales, x_sums, w, w_scales, phase, first_panel, panels,
+                         k_start, k_stop, y, y_offset + row * y_stride, y_stride)
+        row += count
+
+
+@policy.inlined
+def _clear(rows, columns, y, offset, stride):
+    for m in range(rows):
+        for i in range(columns):
+            y[offset + m * stride + i] = 0
+
+
+@policy.inlined
+def _finish(rows, p, panels, partial, bias, y, n, tail):
+    """Copy a partly filled panel from ``tail``, and add the bias."""
+    columns = min(16 * panels, n - 16 * p)
+    for m in range(rows):
+        if partial:
+            for i in range(columns):
+                y[m * n + 16 * p + i] = tail[16 * m + i]
+        if bias.size:
+            for i in range(columns):
+                y[m * n + 16 * p + i] += bias[16 * p + i]
+
+
 @policy.helper
 def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
     """A thread's panels of a linear layer; ``tail`` takes the last, partly filled panel."""
@@ -47,20 +86,11 @@ def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, b
         if partial and panels > 1:
             panels, partial = panels - 1, False
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
-        for m in range(rows):
-            for i in range(16 * panels):
-                target[offset + m * stride + i] = 0
+        _clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
             multiply(x, x_scales, 0, k, rows, w, w_scales, p * panel_stride, panel_stride, panels,
                      k_start, min(k, k_start + stretch), target, offset, stride)
-        columns = min(16 * panels, n - 16 * p)
-        for m in range(rows):
-            if partial:
-                for i in range(columns):
-                    y[m * n + 16 * p + i] = tail[16 * m + i]
-            if bias.size:
-                for i in range(columns):
-                    y[m * n + 16 * p + i] += bias[16 * p + i]
+        _finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
 
@@ -75,18 +105,48 @@ def linear(x_MK, x_scales, w, w_scales, panel_stride, bias, y_MN, tail, threads)
 
 
 @policy.helper
-def _quantise_part(part, parts, x, rows, k, codes, scales):
+def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail):
+    """The same for quantised formats."""
+    all_panels = (n + 15) // 16
+    p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+    stretch = k if rows <= most_rows() else K_STRETCH
+    while p < stop:
+        panels = min(GROUP, stop - p)
+        partial = 16 * (p + panels) > n
+        if partial and panels > 1:
+            panels, partial = panels - 1, False
+        target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
+        _clear(rows, 16 * panels, target, offset, stride)
+        for k_start in range(0, k, stretch):
+            multiply_blocks(x, x_scales, x_sums, rows, k, w, w_scales, phase, p, panels,
+                            k_start, min(k, k_start + stretch), target, offset, stride)
+        _finish(rows, p, panels, partial, bias, y, n, tail)
+        p += panels
+
+
+_run_quantised = in_parts(_quantised_part)
+
+
+def linear_quantised(x_MK, x_scales, x_sums, w, w_scales, phase, bias, y_MN, tail, threads):
+    """:func:`linear` of activations from :func:`quantise`; ``phase``: see ``quant/layout.py``."""
+    rows, k = x_MK.shape
+    _run_quantised((flat(x_MK), flat(x_scales), flat(x_sums), rows, k, w, w_scales, phase, bias, flat(y_MN),
+                    y_MN.shape[1], tail), threads)
+
+
+@policy.helper
+def _quantise_part(part, parts, x, rows, k, codes, scales, sums):
     for m in range(part * rows // parts, (part + 1) * rows // parts):
-        quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32))
+        quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32), sums, m * (k // 16))
 
 
 _run_quantise = in_parts(_quantise_part)
 
 
-def quantise(x_MK, codes_MK, scales_MB, threads):
-    """Activations to q8_0 codes (i16, each four as 0, 2, 1, 3) and float32 scales of 32-blocks."""
+def quantise(x_MK, codes_MK, scales_MB, sums_MH, threads):
+    """Activations to q8_0: int8 codes, float32 scales of 32-blocks, int32 sums of the codes of 16."""
     rows, k = x_MK.shape
-    _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB)), threads)
+    _run_quantise((flat(x_MK), rows, k, flat(codes_MK), flat(scales_MB), flat(sums_MH)), threads)
 
 
 def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> types.Array:
@@ -96,21 +156,24 @@ def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> ty
 
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
 VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
-ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
+ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
+            **{name: element for element, name in quantised.FORMAT_OF.items()}}
 
 
 @lru_cache(None)
 def linear_kernel(name: str) -> Any:
-    """The compiled :func:`linear` of a weight format."""
-    x = reads(types.int16, 2) if name == "q8_0" else ROWS
-    w_scales = reads(types.int16) if name == "q8_0" else VECTOR
-    signature = (x, VECTOR, reads(ELEMENTS[name]), w_scales, types.intp, VECTOR, F32_2, F32_1, types.intp)
+    """The compiled :func:`linear` or :func:`linear_quantised` of a weight format."""
+    if name in quantised.SHAPES:
+        signature = (reads(types.int8, 2), ROWS, reads(types.int32, 2), reads(ELEMENTS[name]),
+                     reads(types.int16), types.intp, VECTOR, F32_2, F32_1, types.intp)
+        return policy.kernel(linear_quantised, f"linear_{name}_{tier()}", signature)
+    signature = (ROWS, VECTOR, reads(ELEMENTS[name]), VECTOR, types.intp, VECTOR, F32_2, F32_1, types.intp)
     return policy.kernel(linear, f"linear_{name}", signature)
 
 
 @lru_cache(None)
 def quantise_kernel() -> Any:
-    signature = (ROWS, types.int16[:, ::1], F32_2, types.intp)
+    signature = (ROWS, types.int8[:, ::1], F32_2, types.int32[:, ::1], types.intp)
     return policy.kernel(quantise, "quantise", signature)
 
 
