@@ -1,8 +1,7 @@
 """Packing blocks of quantised formats, as GGUF files hold them, into panels of 16 outputs, and looking rows up.
 
-``kind`` is the number of a format (``SHAPES[name].number``): scalar code for all of them is one kernel each.
-Blocks in a file (ggml-common.h), bytes: q8_0 is d, 32 int8; q4_0 d, 16 of two codes; q4_1 d, m, 16; q4_K d,
-dmin, 12 of scales of six bits, 128; q6_K 128 low nibbles, 64 of two high bits, 16 int8 scales, d.
+``kind`` is the number of a format (``SHAPES[name].number``): one kernel serves all of them. Blocks in a file:
+``isa/lanes_of_blocks.py``.
 """
 
 from __future__ import annotations
@@ -16,100 +15,44 @@ from numba import types
 from mpillm.jit import policy
 from mpillm.jit.gemm import F32_2, ROWS, reads
 from mpillm.jit.isa.generic import flat, half_to_float, store_number
-from mpillm.jit.isa.quantised import SHAPES, load_word, quantise_row
+from mpillm.jit.isa.lanes_of_blocks import put_sixteen
+from mpillm.jit.isa.quantised import SHAPES, quantise_row
 from mpillm.jit.parallel import in_parts
 
 Q8_0, Q4_0, Q4_1, Q4_K, Q6_K = (SHAPES[name].number for name in ("q8_0", "q4_0", "q4_1", "q4_K", "q6_K"))
 #: bytes of a block in a file; those of the K-quants hold 256 values
 STORED = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q4_K": 144, "q6_K": 210}
-_LOW, _TWO = 0x0F0F0F0F, 0x03030303
 _BEYOND = np.float32(65520)            # the smallest size that rounds to infinity in f16
 
 
 @policy.helper
-def _put_codes(kind, raw, at, sub, w, to):
-    """Codes of block ``sub`` of the (super-)block at byte ``at`` into a lane's words w[to], w[to + 16], ..."""
-    if kind == Q8_0:
-        for quad in range(8):
-            w[to + 16 * quad] = load_word(raw, at + 2 + 4 * quad)
-    elif kind == Q4_0 or kind == Q4_1:
-        first = at + 2 if kind == Q4_0 else at + 4
-        for i in range(4):
-            w[to + 16 * i] = load_word(raw, first + 4 * i)
-    else:
-        if kind == Q4_K:
-            first, shift = at + 16 + 32 * (sub // 2), 4 * (sub % 2)
-        else:
-            first, shift = at + 64 * (sub // 4) + 32 * (sub % 2), 4 * (sub % 4 // 2)
-        for i in range(4):
-            low = (load_word(raw, first + 4 * i) >> shift) & _LOW
-            w[to + 16 * i] = low | ((load_word(raw, first + 16 + 4 * i) >> shift) & _LOW) << 4
-        if kind == Q6_K:
-            first, shift = at + 128 + 32 * (sub // 4), 2 * (sub % 4)
-            for i in range(2):
-                upper = np.int64(0)
-                for quad in range(4):
-                    upper |= ((load_word(raw, first + 16 * i + 4 * quad) >> shift) & _TWO) << 2 * quad
-                w[to + 16 * (4 + i)] = upper
-
-
-@policy.helper
-def _put_half(raw, at, scales, to):
-    """Copy a float16; whether it is not finite."""
-    scales[to], scales[to + 1] = raw[at], raw[at + 1]
-    return (raw[at + 1] & 0x7C) == 0x7C
-
-
-@policy.helper
-def _put_scales(kind, raw, at, sub, scales, own, above, lane):
-    """Scales into the bytes of the block, at ``own``, and of its super-block, at ``above``; as _put_half."""
-    if kind == Q4_K:
-        q = at + 4
-        if sub < 4:
-            scale, least = raw[q + sub] & 63, raw[q + sub + 4] & 63
-        else:
-            scale = (raw[q + sub + 4] & 15) | (raw[q + sub - 4] >> 6) << 4
-            least = (raw[q + sub + 4] >> 4) | (raw[q + sub] >> 6) << 4
-        scales[own + lane], scales[own + 16 + lane] = scale, least
-        bad = _put_half(raw, at, scales, above + 2 * lane)
-        return _put_half(raw, at + 2, scales, above + 32 + 2 * lane) or bad
-    if kind == Q6_K:
-        scales[own + lane], scales[own + 16 + lane] = raw[at + 192 + 2 * sub], raw[at + 193 + 2 * sub]
-        return _put_half(raw, at + 208, scales, above + 2 * lane)
-    bad = _put_half(raw, at, scales, own + 2 * lane)
-    if kind == Q4_1:
-        bad = _put_half(raw, at + 2, scales, own + 32 + 2 * lane) or bad
-    return bad
-
-
-@policy.helper
 def _pack_blocks_part(part, parts, raw, rows, row_bytes, first, kind, per, block_bytes, blocks, phase, w,
-                      block_words, scales, own_bytes, above_bytes, counts):
+                      code_bytes, scales, own_bytes, above_bytes, counts):
     """Rows into their lanes; ``per`` blocks of 32 in a stored block; counts [parts]: values not finite."""
     first_panel, stop_panel = first // 16, (first + rows + 15) // 16
     panels, bad = stop_panel - first_panel, 0
     behind = blocks * own_bytes
     stride = behind + (phase + blocks + 7) // 8 * above_bytes
     for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
+        low, high = max(first - 16 * p, 0), min(first + rows - 16 * p, 16)
         for block in range(blocks):
             number = (phase + block) // per
             own = p * stride + block * own_bytes
             above = p * stride + behind + number * above_bytes
-            for n in range(max(first, 16 * p), min(first + rows, 16 * p + 16)):
-                at, sub, lane = (n - first) * row_bytes + number * block_bytes, (phase + block) % per, n - 16 * p
-                _put_codes(kind, raw, at, sub, w, (p * blocks + block) * block_words + lane)
-                bad += 32 * _put_scales(kind, raw, at, sub, scales, own, above, lane)
+            bad += 32 * put_sixteen(kind, raw, number * block_bytes, row_bytes, 16 * p - first, low, high,
+                                    (phase + block) % per, w, (p * blocks + block) * code_bytes, scales, own,
+                                    above)
     counts[part] = bad
 
 
 _run_pack = in_parts(_pack_blocks_part)
 
 
-def pack_blocks(raw_RB, first, kind, per, block_bytes, blocks, phase, w, block_words, scales, own_bytes,
+def pack_blocks(raw_RB, first, kind, per, block_bytes, blocks, phase, w, code_bytes, scales, own_bytes,
                 above_bytes, counts, threads):
-    """Pack rows ``first`` and following of a matrix; w uint32, scales uint8; the parts' counts add up."""
+    """Pack rows ``first`` and following of a matrix; w and scales uint8; the parts' counts add up."""
     rows, row_bytes = raw_RB.shape
-    _run_pack((flat(raw_RB), rows, row_bytes, first, kind, per, block_bytes, blocks, phase, w, block_words,
+    _run_pack((flat(raw_RB), rows, row_bytes, first, kind, per, block_bytes, blocks, phase, w, code_bytes,
                scales, own_bytes, above_bytes, counts), threads)
 
 
@@ -232,7 +175,7 @@ INT, COUNTS, BYTES = types.intp, types.int64[::1], types.uint8[::1]
 
 @lru_cache(None)
 def pack_blocks_kernel() -> Any:
-    signature = (reads(types.uint8, 2), *[INT] * 6, types.uint32[::1], INT, BYTES, INT, INT, COUNTS, INT)
+    signature = (reads(types.uint8, 2), *[INT] * 6, BYTES, INT, BYTES, INT, INT, COUNTS, INT)
     return policy.kernel(pack_blocks, "pack_blocks", signature)
 
 

@@ -95,7 +95,7 @@ class Packer:
         pack_blocks.pack_blocks_kernel()(
             np.ascontiguousarray(raw), first_row, shape.number, layout.stored_per(self.format),
             pack_blocks.STORED[self.format], self.k // layout.QUANT_BLOCK, self.phase,
-            self._data.view(np.uint32), shape.codes // 4, self._scales.view(np.uint8), 2 * shape.words,
+            self._data.view(np.uint8), shape.codes, self._scales.view(np.uint8), 2 * shape.words,
             2 * shape.super_words, counts, threads)
         return int(counts.sum())
 

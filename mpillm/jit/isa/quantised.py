@@ -271,13 +271,3 @@ def quantise_row(typingctx, x, x_offset, k, codes, code_offset, scales, scale_of
 
     i = types.intp
     return types.void(x, i, i, codes, i, scales, i, sums, i), codegen
-
-
-@intrinsic
-def load_word(typingctx, array, offset):
-    """The four bytes from element ``offset`` of a uint8 array on as uint32, little-endian, at any address."""
-    def codegen(context, b, signature, arguments):
-        data = v.data(context, b, signature.args[0], arguments[0])
-        return v.load(b, I32, v.at(b, data, arguments[1], I8), 1)
-
-    return types.uint32(array, types.intp), codegen
