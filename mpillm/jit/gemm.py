@@ -14,12 +14,14 @@ from numba import types
 from mpillm.jit import policy
 from mpillm.jit.isa import quantised
 from mpillm.jit.isa.generic import MOST_ROWS, flat, rows_by_panels
-from mpillm.jit.isa.quantised import blocks_by_panels, most_rows, quantise_row
+from mpillm.jit.isa.quantised import blocks_by_panels, quantise_row
 from mpillm.jit.isa.select import tier
 from mpillm.jit.parallel import in_parts
 
 GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
+
+BLOCK_ROWS = 16        # of quantised rows that each weight is decoded for
 
 
 @policy.inlined
@@ -35,22 +37,6 @@ def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel
         count = size + 1 if block < extra else size
         rows_by_panels(count, panels, x, x_scales, x_offset + row * x_stride, x_stride, w, w_scales, w_offset,
                        panel_stride, k_start, k_stop, y, y_offset + row * y_stride, y_stride)
-        row += count
-
-
-@policy.inlined
-def multiply_blocks(x, x_scales, x_sums, rows, k, w, w_scales, phase, first_panel, panels, k_start, k_stop,
-                    y, y_offset, y_stride):
-    """The same for quantised formats, of which x has the first ``rows`` rows [rows, k]."""
-    if rows == 0:
-        return
-    blocks = (rows + most_rows() - 1) // most_rows()
-    size, extra = rows // blocks, rows % blocks
-    row = 0
-    for block in range(blocks):
-        count = size + 1 if block < extra else size
-        blocks_by_panels(count, row, k, x, x_scales, x_sums, w, w_scales, phase, first_panel, panels,
-                         k_start, k_stop, y, y_offset + row * y_stride, y_stride)
         row += count
 
 
@@ -109,7 +95,7 @@ def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phas
     """The same for quantised formats."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-    stretch = k if rows <= most_rows() else K_STRETCH
+    stretch = k if rows <= BLOCK_ROWS else K_STRETCH
     while p < stop:
         panels = min(GROUP, stop - p)
         partial = 16 * (p + panels) > n
@@ -118,8 +104,9 @@ def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phas
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
         _clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
-            multiply_blocks(x, x_scales, x_sums, rows, k, w, w_scales, phase, p, panels,
-                            k_start, min(k, k_start + stretch), target, offset, stride)
+            for row in range(0, rows, BLOCK_ROWS):
+                blocks_by_panels(min(BLOCK_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales, phase, p,
+                                 panels, k_start, min(k, k_start + stretch), target, offset + row * stride, stride)
         _finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 

@@ -15,7 +15,6 @@ exact in float32. Layouts: ``mpillm/quant/layout.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.dots import DOTS, V64B
+from mpillm.jit.isa.dots import DOTS
 from mpillm.jit.isa.select import tier
-from mpillm.jit.isa.vector import F32, HALF, I8, I16, I32, I64, LANES, V16F, V16H, V16I
+from mpillm.jit.isa.vector import F32, HALF, I8, I16, I32, I64, LANES, V16F, V16I
 
 BLOCK, SUPER = 32, 8           # values of a block, blocks of a super-block
 
@@ -54,17 +53,12 @@ AHEAD = 2048                   # bytes of weights asked for in advance
 
 
 @intrinsic
-def most_rows(typingctx):
-    """Rows of a register block of this tier, at most: a constant."""
-    return types.intp(), lambda context, b, signature, arguments: I64(DOTS[tier()].rows)
-
-
-@intrinsic
 def blocks_by_panels(typingctx, rows, first_row, k, x, x_scales, x_sums, w, w_scales, phase, first_panel,
                      panels, k_start, k_stop, y, y_offset, y_stride):
-    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to most_rows() rows, any panels.
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; any rows and panels.
 
-    x int8 [*, k], x_scales f32 [*, k/32], x_sums int32 [*, k/16], of which rows first_row ... are used.
+    x int8 [*, k], x_scales f32 [*, k/32], x_sums int32 [*, k/16], of which rows first_row ... are used. Each block of
+    a panel is decoded once for all rows: they should fit the cache.
     w (the format follows from its element type) and w_scales int16 are a whole matrix, see layout.py;
     ``phase`` is the number of its first block within a super-block. Offsets of y are in elements.
     """
@@ -81,7 +75,7 @@ def blocks_by_panels(typingctx, rows, first_row, k, x, x_scales, x_sums, w, w_sc
 
 
 def _function(module: ir.Module, name: str, kinds: list) -> ir.Function:
-    """One function a module holds all numbers of rows: it is compiled once, however often it is called."""
+    """One function of a module: it is compiled once, however often it is called."""
     symbol = f"mpillm_blocks_by_panels_{name}"
     if symbol in module.globals:
         return module.globals[symbol]
@@ -96,119 +90,101 @@ def _function(module: ir.Module, name: str, kinds: list) -> ir.Function:
     behind = b.mul(blocks, I64(shape.words))
     stride = b.add(behind, b.mul(supers, I64(shape.super_words)))
     start, stop = (b.sdiv(end, I64(BLOCK)) for end in (k_start, k_stop))
-    done = function.append_basic_block("done")
-    choice = b.switch(rows, done)
-    for count in range(1, DOTS[tier()].rows + 1):
-        case = function.append_basic_block(f"rows{count}")
-        choice.add_case(I64(count), case)
-        b.position_at_end(case)
-        at = [b.mul(b.add(first_row, I64(r)), blocks) for r in range(count)]
-        x_rows = [(v.at(b, x, b.mul(block, I64(BLOCK)), I8), v.at(b, x_scales, block, F32),
-                   v.at(b, x_sums, b.mul(block, I64(2)), I32)) for block in at]
-        y_rows = [b.add(y_offset, b.mul(y_stride, I64(r))) for r in range(count)]
-        with cgutils.for_range(b, panels) as loop:
-            panel = b.add(first_panel, loop.index)
-            codes = v.at(b, w, b.mul(b.mul(panel, blocks), I64(shape.codes)), I8)
-            scales = v.at(b, w_scales, b.mul(panel, stride), I16)
-            y_at = [v.at(b, y, b.add(row, b.mul(loop.index, I64(LANES))), F32) for row in y_rows]
-            _emit_panel(b, name, x_rows, _Panel(codes, scales, behind, phase), start, stop, y_at)
-        b.branch(done)
-    b.position_at_end(done)
+    with cgutils.for_range(b, panels) as loop:
+        panel = b.add(first_panel, loop.index)
+        codes = v.at(b, w, b.mul(b.mul(panel, blocks), I64(shape.codes)), I8)
+        scales = v.at(b, w_scales, b.mul(panel, stride), I16)
+        column = b.add(y_offset, b.mul(loop.index, I64(LANES)))
+        with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (block, _):
+            own = v.at(b, codes, b.mul(block, I64(shape.codes)), I8)
+            for line in range(0, shape.codes, 64):
+                v.prefetch(b, v.at(b, own, I64(line), I8), AHEAD)
+            v.prefetch(b, v.at(b, scales, b.mul(block, I64(shape.words)), I16), AHEAD // 8)
+            for lane in range(0, LANES, DOTS[tier()].lanes):
+                place = _Place(scales, behind, phase, block, lane)
+                quads, scale = _decoded(b, name, own, lane), _Scales(b, name, place)
+                with cgutils.for_range(b, rows) as turn:
+                    row = b.add(b.mul(b.add(first_row, turn.index), blocks), block)
+                    y_at = b.add(column, b.add(b.mul(turn.index, y_stride), I64(lane)))
+                    _emit_row(b, name, row, (x, x_scales, x_sums), quads, scale, v.at(b, y, y_at, F32))
     b.ret_void()
     return function
 
 
-@dataclass
-class _Panel:
-    """Addresses of a panel's codes and scales; ``behind``: words of scales before the super-blocks'."""
+def _emit_row(b: ir.IRBuilder, name: str, row: Any, x: tuple, quads: list, scale: _Scales, y: Any) -> None:
+    """A block of one row, the number ``row`` of all blocks, with several outputs at address ``y``."""
+    shape = SHAPES[name]
+    dot = DOTS[tier()](b, shape.kind, v.at(b, x[0], b.mul(row, I64(BLOCK)), I8))
+    sums = v.at(b, x[2], b.mul(row, I64(2)), I32)
+    halves = [v.load(b, I32, v.at(b, sums, I64(i), I32), 4) for i in (0, 1)]
+    both, whole = b.add(*halves), []
+    for quad, weights in quads:
+        dot.add(quad, weights)
+        # q6_K has a scale for each half of a block.
+        if name == "q6_K" and quad in (3, 7):
+            whole.append(dot.take(shape.offset, halves[quad // 4]))
+    if name != "q6_K":
+        whole.append(dot.take(shape.offset, both))
+    x_scale = v.load(b, F32, v.at(b, x[1], row, F32), 4)
+    before = v.load(b, ir.VectorType(F32, dot.lanes), y, 4)
+    v.store(b, scale.applied(whole, both, x_scale, before), y, 4)
 
-    codes: Any
+
+def _decoded(b: ir.IRBuilder, name: str, codes: Any, lane: int) -> list[tuple[int, Any]]:
+    """The quads of a block, of the tier's number of lanes from ``lane`` on, as bytes."""
+    kind = ir.VectorType(I8, 4 * DOTS[tier()].lanes)
+
+    def vector(i: int) -> Any:
+        return v.load(b, kind, v.at(b, codes, I64(64 * i + 4 * lane), I8), 1)
+
+    if name == "q8_0":
+        return [(quad, vector(quad)) for quad in range(8)]
+    low, four = v.constant(kind, 15), v.constant(kind, 4)
+    nibbles = [vector(i) for i in range(4)]
+    quads = [b.and_(part, low) for part in nibbles] + [b.lshr(part, four) for part in nibbles]
+    if name == "q6_K":
+        for quad, nibble in enumerate(quads):
+            # Two bits of each byte to where 4 and 5 are.
+            upper, left = vector(4 + quad // 4), 4 - 2 * (quad % 4)
+            by = v.constant(kind, abs(left))
+            upper = b.shl(upper, by) if left > 0 else b.lshr(upper, by) if left < 0 else upper
+            quads[quad] = b.or_(nibble, b.and_(upper, v.constant(kind, 48)))
+    return list(enumerate(quads))
+
+
+@dataclass
+class _Place:
+    """A panel's scales; ``behind``: words before those of super-blocks; a block, and the first lane."""
+
     scales: Any
     behind: Any
     phase: Any
-
-
-def _emit_panel(b: ir.IRBuilder, name: str, x_rows: list, panel: _Panel, start: Any, stop: Any,
-                y_at: list) -> None:
-    """One register block: a few rows of one panel."""
-    totals = [cgutils.alloca_once_value(b, v.load(b, V16F, address, 4)) for address in y_at]
-    shape = SHAPES[name]
-    with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (block, _):
-        codes = v.at(b, panel.codes, b.mul(block, I64(shape.codes)), I8)
-        for line in range(0, shape.codes, 64):
-            v.prefetch(b, v.at(b, codes, I64(line), I8), AHEAD)
-        v.prefetch(b, v.at(b, panel.scales, b.mul(block, I64(shape.words)), I16), AHEAD // 8)
-        sums = [v.at(b, row[2], b.mul(block, I64(2)), I32) for row in x_rows]
-        halves = [[v.load(b, I32, v.at(b, address, I64(i), I32), 4) for i in (0, 1)] for address in sums]
-        dots = [DOTS[tier()](b, shape.kind, v.at(b, row[0], b.mul(block, I64(BLOCK)), I8)) for row in x_rows]
-        found: list[list[Any]] = [[] for _ in dots]
-        for step in _decoded(b, name, codes):
-            for dot in dots:
-                for quad, weights in step:
-                    dot.add(quad, weights)
-            # q6_K has a scale for each half of a block.
-            if name == "q6_K" and step[-1][0] in (3, 7):
-                for dot, half, whole in zip(dots, halves, found, strict=True):
-                    whole.append(dot.take(shape.offset, half[step[-1][0] // 4]))
-        both = [b.add(*half) for half in halves]
-        if name != "q6_K":
-            for dot, x_sum, whole in zip(dots, both, found, strict=True):
-                whole.append(dot.take(shape.offset, x_sum))
-        scale = _Scales(b, name, panel, block)
-        for row, total, whole, x_sum in zip(x_rows, totals, found, both, strict=True):
-            x_scale = v.load(b, F32, v.at(b, row[1], block, F32), 4)
-            b.store(scale.applied(whole, x_sum, x_scale, b.load(total, typ=V16F)), total)
-    for total, address in zip(totals, y_at, strict=True):
-        v.store(b, b.load(total, typ=V16F), address, 4)
-
-
-def _decoded(b: ir.IRBuilder, name: str, codes: Any) -> Iterator[list[tuple[int, Any]]]:
-    """The quads of a block as <64 x i8>, few at a time so that they stay in registers while rows go by."""
-    def vector(i: int) -> Any:
-        return v.load(b, V64B, v.at(b, codes, I64(64 * i), I8), 1)
-
-    low, four = v.constant(V64B, 15), v.constant(V64B, 4)
-    if name == "q8_0":
-        for quad in range(8):
-            yield [(quad, vector(quad))]
-    elif name == "q6_K":
-        for first in (0, 2, 4, 6):
-            step = []
-            for quad in (first, first + 1):
-                nibbles, i = vector(quad % 4), quad % 4
-                nibbles = b.lshr(nibbles, four) if quad >= 4 else b.and_(nibbles, low)
-                # Two bits of each byte to where 4 and 5 are.
-                upper, by = vector(4 + quad // 4), v.constant(V64B, abs(4 - 2 * i))
-                upper = b.shl(upper, by) if i < 2 else b.lshr(upper, by) if i > 2 else upper
-                step.append((quad, b.or_(nibbles, b.and_(upper, v.constant(V64B, 48)))))
-            yield step
-    else:
-        for i in range(4):
-            nibbles = vector(i)
-            yield [(i, b.and_(nibbles, low)), (i + 4, b.lshr(nibbles, four))]
+    block: Any
+    lane: int
 
 
 class _Scales:
-    """A block's scales of 16 outputs in registers, and what they do to the integer sums of a row."""
+    """A block's scales of several outputs in registers, and what they do to the integer sums of a row."""
 
-    def __init__(self, b: ir.IRBuilder, name: str, panel: _Panel, block: Any) -> None:
-        self.b, self.name = b, name
-        words = SHAPES[name].words
-        own = v.at(b, panel.scales, b.mul(block, I64(words)), I16)
+    def __init__(self, b: ir.IRBuilder, name: str, place: _Place) -> None:
+        self.b, self.name, lanes = b, name, DOTS[tier()].lanes
+        self.floats, self.integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        own = v.at(b, place.scales, b.mul(place.block, I64(SHAPES[name].words)), I16)
 
         def halves(address: Any, i: int) -> Any:
-            return b.fpext(v.load(b, V16H, v.at(b, address, I64(LANES * i), HALF), 2), V16F)
+            address = v.at(b, address, I64(LANES * i + place.lane), HALF)
+            return b.fpext(v.load(b, ir.VectorType(HALF, lanes), address, 2), self.floats)
 
         def small(i: int) -> Any:
-            return v.load(b, ir.VectorType(I8, LANES), v.at(b, own, I64(LANES * i), I8), 1)
+            return v.load(b, ir.VectorType(I8, lanes), v.at(b, own, I64(LANES * i + place.lane), I8), 1)
 
         if SHAPES[name].super_words:
-            number = b.sdiv(b.add(panel.phase, block), I64(SUPER))
-            above = b.add(panel.behind, b.mul(number, I64(SHAPES[name].super_words)))
-            upper = v.at(b, panel.scales, above, I16)
+            number = b.sdiv(b.add(place.phase, place.block), I64(SUPER))
+            above = b.add(place.behind, b.mul(number, I64(SHAPES[name].super_words)))
+            upper = v.at(b, place.scales, above, I16)
             self.d = halves(upper, 0)
             widen = b.zext if name == "q4_K" else b.sext
-            self.small = [widen(small(i), V16I) for i in (0, 1)]
+            self.small = [widen(small(i), self.integers) for i in (0, 1)]
             if name == "q4_K":
                 self.minimum = halves(upper, 1)
         else:
@@ -217,20 +193,20 @@ class _Scales:
                 self.minimum = halves(own, 1)
 
     def applied(self, sums: list[Any], x_sum: Any, x_scale: Any, total: Any) -> Any:
-        """``total`` <16 x float> and the block; ``sums`` <16 x i32>, x_sum i32 and x_scale f32 of the row."""
-        b, wide = self.b, v.splat(self.b, x_scale, V16F)
+        """``total`` <lanes x float> and the block; ``sums`` <lanes x i32>, x_sum i32 and x_scale f32 of the row."""
+        b, wide = self.b, v.splat(self.b, x_scale, self.floats)
         whole = sums[0]
         if self.name == "q4_K":
             whole = b.mul(whole, self.small[0])
         elif self.name == "q6_K":
             whole = b.add(b.mul(sums[0], self.small[0]), b.mul(sums[1], self.small[1]))
-        total = v.fma(b, b.sitofp(whole, V16F), b.fmul(self.d, wide), total)
+        total = v.fma(b, b.sitofp(whole, self.floats), b.fmul(self.d, wide), total)
         if self.name == "q4_1":
             scaled = b.fmul(b.sitofp(x_sum, F32), x_scale)
-            total = v.fma(b, v.splat(b, scaled, V16F), self.minimum, total)
+            total = v.fma(b, v.splat(b, scaled, self.floats), self.minimum, total)
         elif self.name == "q4_K":
-            least = b.mul(v.splat(b, x_sum, V16I), self.small[1])
-            total = v.fma(b, b.sitofp(least, V16F), b.fneg(b.fmul(self.minimum, wide)), total)
+            least = b.mul(v.splat(b, x_sum, self.integers), self.small[1])
+            total = v.fma(b, b.sitofp(least, self.floats), b.fneg(b.fmul(self.minimum, wide)), total)
         return total
 
 

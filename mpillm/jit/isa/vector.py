@@ -28,7 +28,7 @@ def call(b: ir.IRBuilder, name: str, result: Any, arguments: list) -> Any:
 
 
 def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", V16F, [x, y, z])
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
 def constant(kind: ir.VectorType, value: float | int) -> ir.Constant:
