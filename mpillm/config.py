@@ -16,7 +16,7 @@ from typing import Any
 
 from mpillm.errors import UsageError
 
-WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0")
+WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0", "q4_0", "q4_1")
 KV_TYPES = ("f32", "f16", "bf16")
 KV_MODES = ("redundant", "allgather")
 LOGITS = ("none", "last", "generated", "all")

@@ -18,11 +18,13 @@ from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
+from mpillm.jit import pack_blocks as _pack_blocks
 from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
 from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
-from mpillm.quant.layout import FORMATS, LIMIT, PAIR, WORDS, allocate, packed_nbytes
+from mpillm.jit.isa.quantised import SHAPES as _SHAPES
+from mpillm.quant.layout import FORMATS, LIMIT, PAIR, QUANTISED, WORDS, allocate, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
 BLOCK = _attention.BLOCK
@@ -137,30 +139,31 @@ class Plan:
 
     def linear(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray,
                rows: _tape.Cell = ROWS) -> None:
-        """out [., n] = x [., k] @ w.T + bias [n]. float32 sums along k in order; q8_0 quantises x first."""
+        """out [., n] = x [., k] @ w.T + bias [n]. float32 sums along k in order; quantised formats quantise x first."""
         assert x.shape == (self.capacity, w.k) and x.flags.c_contiguous, f"linear: x {x.shape}, {w.k} inputs"
         assert out.shape == (self.capacity, w.n) and out.flags.c_contiguous, f"linear: out {out.shape}, n {w.n}"
         assert bias is None or bias.shape == (w.n,), f"linear: bias {bias.shape if bias is not None else 0}, n {w.n}"
         if w.n == 0:
             return
-        given, scales = x, _NOTHING
-        if w.format == "q8_0":
-            given = self._codes(x)
-            scales = self.buffer("scales", w.k // 32)
-            self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, given, scales)
-        self.tape.add("linear", _gemm.linear_operation(w.format), given, scales, rows, w.k, w.data,
-                      _NOTHING if w.scales is None else w.scales, w.stride, bias is not None,
-                      _NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
+        shared = (_NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
+        operation = _gemm.linear_operation(w.format)
+        if w.format not in QUANTISED:
+            self.tape.add("linear", operation, x, _NOTHING, rows, w.k, w.data, _NOTHING, w.stride, *shared)
+            return
+        codes = self._array("codes", w.k, np.int8)
+        scales, sums = self._array("scales", w.k // 32, np.float32), self._array("sums", w.k // 16, np.int32)
+        self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
+        self.tape.add("linear", operation, codes, scales, sums, rows, w.k, w.data, w.scales, w.phase, *shared)
 
-    def _codes(self, x: np.ndarray) -> np.ndarray:
-        key = ("codes", x.shape[1])
-        return self._buffers.setdefault(key, np.zeros(x.shape, np.int16))
+    def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
+        return self._buffers.setdefault((name, n, dtype), np.zeros((self.capacity, n), dtype))
 
     def norm(self, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
              chosen: bool = False) -> None:
         """out = x / sqrt(mean(x**2) + eps) * weight, of the wanted rows of x only if ``chosen``."""
         _same("norm", x, out, weight)
-        self.tape.add("norm", _elementwise.operation("norm"), WANTED if chosen else ROWS, x.shape[1], x, _stride(x), chosen,
+        rows = WANTED if chosen else ROWS
+        self.tape.add("norm", _elementwise.operation("norm"), rows, x.shape[1], x, _stride(x), chosen,
                       _tape.Cell("chosen"), weight, eps, out, _stride(out))
 
     def add_norm(self, x: np.ndarray, y: np.ndarray, bias: np.ndarray | None, weight: np.ndarray | None, eps: float,
@@ -220,7 +223,7 @@ class Plan:
 
     def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
         _check_kv(cache.kv_type)
-        size, (n_blocks, kv_heads) = heads.head_dim, cache.keys.shape[:2]
+        size, n_blocks = heads.head_dim, cache.keys.shape[0]
         k_shape, v_shape, dtype = cache_shape(cache.kv_type, n_blocks, heads.n_kv_heads, size)
         assert cache.keys.shape == k_shape and cache.values.shape == v_shape, \
             f"{name}: caches {cache.keys.shape}, {cache.values.shape} for {heads.n_kv_heads} heads of {size}"
@@ -277,7 +280,8 @@ class Plan:
 
 
 def _stride(x: np.ndarray) -> int:
-    assert x.dtype == _F32 and x.ndim == 2 and (x.strides[1] == 4 or x.shape[1] <= 1 or not len(x)), f"{x.dtype} {x.strides}"
+    contiguous = x.ndim == 2 and (x.strides[1] == 4 or x.shape[1] <= 1 or not len(x))
+    assert x.dtype == _F32 and contiguous, f"rows of {x.dtype}, shape {x.shape}, strides {x.strides}"
     return x.strides[0] // 4
 
 
@@ -288,7 +292,7 @@ def _same(name: str, x: np.ndarray, y: np.ndarray, vector: np.ndarray | None) ->
 
 def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
            out: np.ndarray | None = None) -> np.ndarray:
-    """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; q8_0 quantises x first."""
+    """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; quantised formats quantise x first."""
     _rows("linear", x)
     m = x.shape[0]
     out = _output("linear", out, (m, w.n))
@@ -304,9 +308,15 @@ def lookup(w: PackedMatrix, ids: np.ndarray) -> np.ndarray:
     """Rows ``ids`` int64 [M] of a packed matrix, exactly -> [M, k]."""
     assert ids.dtype == np.int64 and ids.ndim == 1, f"lookup: ids {ids.dtype} {ids.shape}"
     out = np.empty((len(ids), w.k), np.float32)
-    scales = _NOTHING if w.scales is None else w.scales
-    bad = _pack.lookup_kernel(w.format)(w.data, scales, w.stride, PAIR[w.format], w.n,
-                                        np.ascontiguousarray(ids), out)
+    ids = np.ascontiguousarray(ids)
+    if w.format in QUANTISED:
+        shape, scales = _SHAPES[w.format], w.scales
+        assert scales is not None, f"a {w.format} matrix has scales"
+        bad = _pack_blocks.lookup_blocks_kernel()(
+            shape.number, w.data.view(np.uint8), shape.codes, scales, scales.view(np.uint8), shape.words,
+            shape.super_words, w.phase, w.n, ids, out)
+    else:
+        bad = _pack.lookup_kernel(w.format)(w.data, _NOTHING, w.stride, PAIR[w.format], w.n, ids, out)
     assert bad == 0, f"lookup: {bad} of {len(ids)} ids are outside 0 ... {w.n - 1}"
     return out
 
@@ -391,9 +401,12 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     _check_kv(kv_type)
     _tape.warm_up()
     for name in weight_formats:
-        _gemm.linear_operation(name), _pack.pack_kernel(name), _pack.lookup_kernel(name)
-        if name == "q8_0":
-            _gemm.quantise_operation(), _pack.pack_codes_kernel()
+        _gemm.linear_operation(name)
+        if name in QUANTISED:
+            _gemm.quantise_operation(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
+            _pack_blocks.encode_kernel()
+        else:
+            _pack.pack_kernel(name), _pack.lookup_kernel(name)
     _attention.attention_operation(kv_type), _attention.rope_write_operation(kv_type)
     _attention.merge_operation(), _attention.tiles_kernel()
     for name in _elementwise.KINDS:
@@ -402,6 +415,6 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         _sampling.sampling_kernel(sampling)
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "Heads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows",
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "Heads", "LayerCache", "QUANTISED", "PackedMatrix", "Packer", "Plan", "Rows",
            "WANTED", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
            "log_sum_exp_parts", "lookup", "packed_nbytes", "set_threads", "threads", "top_k", "warm_up"]

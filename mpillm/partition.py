@@ -80,7 +80,7 @@ class Sizes:
     vocab: int
     column_unit: int = 16        # feed-forward columns are cut at multiples of it; the last unit may be short
     panel: int = 16              # vocabulary rows are cut at multiples of it
-    bytes_attn: float = 2.0      # q, k, v and o: f32 4, bf16 and f16 2, q8_0 34/32
+    bytes_attn: float = 2.0      # q, k, v and o: f32 4, bf16 and f16 2, q8_0 34/32, ...
     bytes_ffn: float = 2.0       # gate, up and down
     bytes_vocab: float = 2.0     # the output head, which a step reads once
 

@@ -211,27 +211,25 @@ class Checkpoint:
             raise stored.source.error(f"tensor {name} has shape {shape}: one or two axes are supported")
         return self._read_matrix(stored, _indices(name, rows, shape[0]), _span(name, cols, shape[1]))
 
-    def read_q8_0(self, name: str, rows: Rows = None,
-                  cols: range | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of a Q8_0 matrix as stored: scales float16 [rows, cols/32] and codes int8 [rows, cols].
+    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
+        """Blocks of a quantised matrix as stored, uint8 [rows, bytes]: those that cover ``cols``.
 
-        ``cols`` must begin and end on block borders. Raise ModelError as ``read`` does.
+        ``cols`` must begin and end on multiples of 32, or of the block if that is less. Raise ModelError as
+        ``read`` does.
         """
         stored = self._find(name)
         info = stored.info
-        assert info.dtype == "Q8_0" and len(info.shape) == 2, f"tensor {name} is no Q8_0 matrix: {info}"
-        span = _span(name, cols, info.shape[1])
-        assert span.start % 32 == 0 and span.stop % 32 == 0, f"tensor {name}: {span} cuts a block of 32"
+        assert info.block > 1 and len(info.shape) == 2, f"tensor {name} is no matrix of blocks: {info}"
+        span, border = _span(name, cols, info.shape[1]), min(info.block, 32)
+        assert span.start % border == 0 and span.stop % border == 0, f"tensor {name}: {span} cuts a block of {border}"
         index = _indices(name, rows, info.shape[0])
-        blocks = range(span.start // 32, span.stop // 32)
-        raw = np.empty((len(index), 34 * len(blocks)), np.uint8)
+        blocks = range(span.start // info.block, -(-span.stop // info.block) if span else span.start // info.block)
+        raw = np.empty((len(index), stored.block_bytes * len(blocks)), np.uint8)
         order, ordered = _in_file_order(index)
         _read_rows(stored, raw, ordered, blocks)
         if order is not None:
             raw[order] = raw.copy()
-        shaped = raw.reshape(len(index), len(blocks), 34)
-        codes = shaped[:, :, 2:].reshape(len(index), len(span)).view(np.int8)
-        return np.ascontiguousarray(shaped[:, :, :2]).view(np.float16)[:, :, 0], codes
+        return raw
 
     def _find(self, name: str) -> Stored:
         stored = self._stored.get(name)

@@ -45,11 +45,13 @@ def _store_row(cache, to, together, step, stride, x, start, size, poison):
 
 @policy.helper
 def _rope_write_part(part, parts, rows, q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, size, cos, sin,
-                     normed, q_norm, k_norm, eps, k_cache, v_cache, pair, limit, row_seq, positions, table, table_width):
+                     normed, q_norm, k_norm, eps, k_cache, v_cache, pair, limit, row_seq, positions, table,
+                     table_width):
     """Norm and rotate queries and keys in place, and round keys and values into the cache.
 
-    A work item is a head of a row; with ``normed`` each is normed first. A value of size >= ``limit``, or one that is not finite, cannot be held: then
-    the head's value at this position is NaN, and so is all that attends to it, on every rank by the sums.
+    A work item is a head of a row; with ``normed`` each is normed first. A value of size >= ``limit``, or one that
+    is not finite, cannot be held: then the head is NaN at this position, and so is all that attends to it, on every
+    rank by the sums.
     """
     both, columns = heads + kv_heads, (size + 15) // 16
     for item in range(part * rows * both // parts, (part + 1) * rows * both // parts):
@@ -249,8 +251,8 @@ def rope_write_operation(name: str) -> Operation:
     """The operation on a cache of this type."""
     cache = ELEMENTS[name][::1]
     return Operation(_rope_write_part, f"rope_write_{name}", (
-        INT, F32_1, INT, F32_1, INT, VECTOR, INT, INT, INT, INT, VECTOR, VECTOR, INT, VECTOR, VECTOR, REAL, cache, cache,
-        INT, REAL, INTS, INTS, INTS, INT))
+        INT, F32_1, INT, F32_1, INT, VECTOR, INT, INT, INT, INT, VECTOR, VECTOR, INT, VECTOR, VECTOR, REAL, cache,
+        cache, INT, REAL, INTS, INTS, INTS, INT))
 
 
 @lru_cache(None)

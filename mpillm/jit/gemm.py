@@ -1,4 +1,4 @@
-"""Matrix products with packed weights: one driver for every format and number of rows.
+"""Matrix products with packed weights, for every format and number of rows.
 
 Legend: M rows, N outputs, K inputs; a panel is 16 outputs.
 """
@@ -12,11 +12,16 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.isa.generic import MOST_ROWS, quantise_row, rows_by_panels
+from mpillm.jit.isa import quantised
+from mpillm.jit.isa.generic import MOST_ROWS, rows_by_panels
+from mpillm.jit.isa.quantised import blocks_by_panels, quantise_row
+from mpillm.jit.isa.select import tier
 from mpillm.jit.tape import Operation
 
 GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
+
+BLOCK_ROWS = 16        # of quantised rows that each weight is decoded for
 
 
 @policy.inlined
@@ -35,8 +40,28 @@ def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel
         row += count
 
 
+@policy.inlined
+def _clear(rows, columns, y, offset, stride):
+    for m in range(rows):
+        for i in range(columns):
+            y[offset + m * stride + i] = 0
+
+
+@policy.inlined
+def _finish(rows, p, panels, partial, bias, y, n, tail):
+    """Copy a partly filled panel from ``tail``, and add the bias."""
+    columns = min(16 * panels, n - 16 * p)
+    for m in range(rows):
+        if partial:
+            for i in range(columns):
+                y[m * n + 16 * p + i] = tail[16 * m + i]
+        if bias.size:
+            for i in range(columns):
+                y[m * n + 16 * p + i] += bias[16 * p + i]
+
+
 @policy.helper
-def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, biased, bias, y, n, tail):
+def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
     """A thread's panels of a linear layer; ``tail`` takes the last, partly filled panel."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
@@ -47,27 +72,39 @@ def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, b
         if partial and panels > 1:
             panels, partial = panels - 1, False
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
-        for m in range(rows):
-            for i in range(16 * panels):
-                target[offset + m * stride + i] = 0
+        _clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
             multiply(x, x_scales, 0, k, rows, w, w_scales, p * panel_stride, panel_stride, panels,
                      k_start, min(k, k_start + stretch), target, offset, stride)
-        columns = min(16 * panels, n - 16 * p)
-        for m in range(rows):
-            if partial:
-                for i in range(columns):
-                    y[m * n + 16 * p + i] = tail[16 * m + i]
-            if biased:
-                for i in range(columns):
-                    y[m * n + 16 * p + i] += bias[16 * p + i]
+        _finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
 
 @policy.helper
-def _quantise_part(part, parts, x, rows, k, codes, scales):
+def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail):
+    """The same for quantised formats."""
+    all_panels = (n + 15) // 16
+    p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+    stretch = max(k, 1) if rows <= BLOCK_ROWS else K_STRETCH
+    while p < stop:
+        panels = min(GROUP, stop - p)
+        partial = 16 * (p + panels) > n
+        if partial and panels > 1:
+            panels, partial = panels - 1, False
+        target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
+        _clear(rows, 16 * panels, target, offset, stride)
+        for k_start in range(0, k, stretch):
+            for row in range(0, rows, BLOCK_ROWS):
+                blocks_by_panels(min(BLOCK_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales, phase, p,
+                                 panels, k_start, min(k, k_start + stretch), target, offset + row * stride, stride)
+        _finish(rows, p, panels, partial, bias, y, n, tail)
+        p += panels
+
+
+@policy.helper
+def _quantise_part(part, parts, x, rows, k, codes, scales, sums):
     for m in range(part * rows // parts, (part + 1) * rows // parts):
-        quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32))
+        quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32), sums, m * (k // 16))
 
 
 def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> types.Array:
@@ -78,22 +115,29 @@ def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> ty
 INT = types.intp
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
 VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
-ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16, "q8_0": types.int8}
+ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
+            **{name: element for element, name in quantised.FORMAT_OF.items()}}
 
 
 @lru_cache(None)
 def linear_operation(name: str) -> Operation:
-    """y = x @ w + bias for a weight format; ``tail`` is room for [rows, 16]."""
-    x = reads(types.int16) if name == "q8_0" else VECTOR
-    w_scales = reads(types.int16) if name == "q8_0" else VECTOR
+    """y = x @ w + bias for a weight format, of activations from :func:`quantise_operation` where it is quantised.
+
+    ``tail`` is room for [rows, 16], ``bias`` empty if there is none; ``phase``: see ``quant/layout.py``.
+    """
+    w = reads(ELEMENTS[name])
+    if name in quantised.SHAPES:
+        return Operation(_quantised_part, f"linear_{name}_{tier()}", (
+            reads(types.int8), VECTOR, reads(types.int32), INT, INT, w, reads(types.int16), INT, VECTOR, F32_1, INT,
+            F32_1))
     return Operation(_linear_part, f"linear_{name}", (
-        x, VECTOR, INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, VECTOR, F32_1, INT, F32_1))
+        VECTOR, VECTOR, INT, INT, w, VECTOR, INT, VECTOR, F32_1, INT, F32_1))
 
 
 @lru_cache(None)
 def quantise_operation() -> Operation:
-    """Activations to q8_0 codes (i16, each four as 0, 2, 1, 3) and float32 scales of 32-blocks."""
-    return Operation(_quantise_part, "quantise", (VECTOR, INT, INT, types.int16[::1], F32_1))
+    """Activations to q8_0: int8 codes, float32 scales of 32-blocks, int32 sums of the codes of 16."""
+    return Operation(_quantise_part, "quantise", (VECTOR, INT, INT, types.int8[::1], F32_1, types.int32[::1]))
 
 
 NOTHING = np.zeros(0, np.float32)

@@ -25,6 +25,7 @@ from mpillm.jit.parallel import call_part, in_parts
 
 ARRIVED, SPINS, YIELDS, NAP = range(4)     # words of a team's state
 STATE_WORDS = 16
+PATIENCE = 1_000_000_000                   # ns that threads are given to start together
 FREE_SPINS, CROWDED_SPINS = 4000, 0        # polls before a thread offers its core: some 40 us, or none
 
 
@@ -120,7 +121,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 _DTYPES = {types.float32: "f4", types.int16: "i2", types.uint16: "u2", types.int8: "i1", types.uint8: "u1",
-           types.int32: "i4", types.int64: "i8", types.float64: "f8"}
+           types.int32: "i4", types.uint32: "u4", types.int64: "i8", types.float64: "f8"}
 
 
 def _words(name: str, kind: Any, value: Any) -> list[int | Cell]:
@@ -253,9 +254,9 @@ class Tape:
 
 
 class _Team:
-    """Whether this process's threads run at the same time, found out at the first use."""
+    """Whether so many of this process's threads run at the same time, found out at the first use."""
 
-    together: bool | None = None
+    together: dict[int, bool] = {1: True}
     state = np.zeros(STATE_WORDS, np.int64)
 
 
@@ -299,13 +300,13 @@ def warm_up() -> None:
 
 def _runs_together(parts: int) -> bool:
     state = np.zeros(STATE_WORDS, np.int64)
-    policy.kernel(assemble, "assemble", (WORDS, types.intp, types.intp))(state, 2_000_000_000, parts)
+    policy.kernel(assemble, "assemble", (WORDS, types.intp, types.intp))(state, PATIENCE, parts)
     return int(state[1]) == parts
 
 
 def run_words(operations: np.ndarray, count: int, nanoseconds: np.ndarray, parts: int) -> None:
     """Run ``operations``, with a team of threads if the threading layer lets them run at once."""
-    if parts > 1 and _Team.together is None:
-        _Team.together = _runs_together(parts)
-    runner = _runner("team" if parts == 1 or _Team.together else "single")
+    if parts not in _Team.together:
+        _Team.together[parts] = _runs_together(parts)
+    runner = _runner("team" if _Team.together[parts] else "single")
     runner(operations, count, _Team.state, nanoseconds, parts)

@@ -19,9 +19,12 @@ from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 
 CHUNK_BYTES = 8 << 20
-Q8_BLOCK = 32
+QUANT_BLOCK = 32
 
-_KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0"}
+# Stored types that have kernels of their own
+_KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
+         "Q6_K": "q6_K"}
+_SUPER_BLOCKS = ("q4_K", "q6_K")
 
 
 def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
@@ -35,7 +38,28 @@ def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
     kept = {_KEPT.get(weights.info(name).dtype, "bf16") for name in names}
     if len(kept) == 1:
         return kept.pop()
-    return "bf16" if kept <= {"bf16", "q8_0"} else "f32"
+    return "bf16" if kept <= {"bf16", *kernels.QUANTISED} else "f32"
+
+
+def apart(weights: Weights, names: Sequence[str], asked: str) -> list[tuple[str, range]]:
+    """The tensors of one product as runs that keep their formats: (format, which of ``names``).
+
+    Where all are quantised or bf16 (files of type Q4_K_M hold q and k as q4_K beside v as q6_K), each run of
+    neighbours of one format is a matrix by itself; otherwise all are one run in ``memory_format``.
+    """
+    kinds = [memory_format(weights, [name], asked) for name in names]
+    if not set(kinds) <= {"bf16", *kernels.QUANTISED}:
+        return [(memory_format(weights, names, asked), range(len(names)))]
+    starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    return [(kinds[i], range(i, stop)) for i, stop in zip(starts, [*starts[1:], len(names)], strict=True)]
+
+
+def stored_slice(kind: str, span: Span) -> tuple[int, int, int]:
+    """(first, last, phase) of the inputs that a matrix holds for ``span``: whole blocks if it is quantised."""
+    if kind not in kernels.QUANTISED or not span.size:
+        return span.start, span.stop, 0
+    first, last = span.start // QUANT_BLOCK, -(-span.stop // QUANT_BLOCK)
+    return first * QUANT_BLOCK, last * QUANT_BLOCK, first % 8 if kind in _SUPER_BLOCKS else 0
 
 
 @dataclass
@@ -62,20 +86,26 @@ class Loader:
 
     def columns(self, names: Sequence[str], spans: Sequence[Span]) -> ColumnLinear:
         """One column-parallel product of the ``spans`` of outputs of several tensors, below each other."""
+        return self._columns(names, spans, self._format([name + ".weight" for name in names]))
+
+    def columns_apart(self, names: Sequence[str], spans: Sequence[Span]) -> list[ColumnLinear]:
+        """The same as products whose outputs stand beside each other, so that each tensor keeps its format."""
+        runs = apart(self.weights, [name + ".weight" for name in names], self.asked)
+        return [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
+
+    def _columns(self, names: Sequence[str], spans: Sequence[Span], kind: str) -> ColumnLinear:
         pieces = [_Piece(name + ".weight", span) for name, span in zip(names, spans, strict=True)]
         n_in = self.weights.info(pieces[0].name).shape[1]
         n_full = sum(self.weights.info(piece.name).shape[0] for piece in pieces)
-        weight = self._pack(pieces, range(n_in))
+        weight = self._pack(pieces, range(n_in), kind)
         return ColumnLinear(weight, self._biases(names, spans), n_full)
 
     def rows(self, name: str, span: Span) -> RowLinear:
         """A row-parallel product of the inputs ``span``; quantised slices begin and end on block borders."""
         n_out, k_full = self.weights.info(name + ".weight").shape
-        first, last = span.start, span.stop
-        if self._format([name + ".weight"]) == "q8_0" and span.size:
-            first -= first % Q8_BLOCK
-            last = min(-(-last // Q8_BLOCK) * Q8_BLOCK, k_full)
-        weight = self._pack([_Piece(name + ".weight", Span(0, n_out))], range(first, last))
+        kind = self._format([name + ".weight"])
+        first, last, _ = stored_slice(kind, span)
+        weight = self._pack([_Piece(name + ".weight", Span(0, n_out))], range(first, min(last, k_full)), kind)
         bias = self.vector(name + ".bias") if self.weights.has(name + ".bias") else None
         return RowLinear(weight, bias, k_full, span.start - first, span.size, self.reducer)
 
@@ -93,7 +123,7 @@ class Loader:
         return VocabEmbedding(table, first, hidden, self.reducer), VocabHead(head, first)
 
     def _vocabulary(self, name: str) -> kernels.PackedMatrix:
-        return self._pack([_Piece(name, self.share.vocab)], range(self.config.hidden))
+        return self._pack([_Piece(name, self.share.vocab)], range(self.config.hidden), self._format([name]))
 
     def _format(self, names: Sequence[str]) -> str:
         return memory_format(self.weights, names, self.asked)
@@ -107,22 +137,23 @@ class Loader:
         self.nbytes += bias.nbytes
         return bias
 
-    def _pack(self, pieces: Sequence[_Piece], columns: range) -> kernels.PackedMatrix:
-        """Stream the pieces, a chunk of rows at a time, into one packed matrix."""
-        packed_as = self._format([piece.name for piece in pieces])
+    def _pack(self, pieces: Sequence[_Piece], columns: range, packed_as: str) -> kernels.PackedMatrix:
+        """Stream the pieces, a chunk of rows at a time, into one packed matrix; columns begin on a block's border."""
         k = len(columns)
-        k_stored = -(-k // Q8_BLOCK) * Q8_BLOCK if packed_as == "q8_0" else k
-        packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored)
+        first, last, phase = stored_slice(packed_as, Span(columns.start, columns.stop))
+        k_stored = last - first
+        packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored, phase)
         if not k:                       # a rank that owns no inputs adds nothing to the sum
             packer.put(0, np.zeros((packer.n, 0), np.float32))
         at = 0
         for piece in pieces if k else ():
-            raw = packed_as == "q8_0" and self.weights.info(piece.name).dtype == "Q8_0" and k == k_stored
+            stored_as = _KEPT.get(self.weights.info(piece.name).dtype)
+            raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
             step = max(1, CHUNK_BYTES // (4 * k))
             for first in range(piece.rows.start, piece.rows.stop, step):
                 rows = range(first, min(first + step, piece.rows.stop))
                 if raw:
-                    packer.put_q8_0(at, *self.weights.read_q8_0(piece.name, rows, columns))
+                    packer.put_raw(at, self.weights.read_raw(piece.name, rows, columns))
                 else:
                     packer.put(at, _widened(self.weights.read(piece.name, rows, columns), k_stored))
                 at += len(rows)

@@ -8,15 +8,16 @@ from typing import Any
 from mpillm import kernels
 from mpillm.models import llama
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import Q8_BLOCK, memory_format
+from mpillm.models.load import QUANT_BLOCK, memory_format, stored_slice
 from mpillm.models.weights import Weights
-from mpillm.partition import Partition, Sizes
+from mpillm.partition import Partition, Sizes, Span
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     "llama": llama.build, "mistral": llama.build, "qwen2": llama.build, "qwen3": llama.build,
 }
 
-_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}
+_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32,
+          "q4_K": 148 / 256, "q6_K": 210 / 256}
 
 
 def layer_matrices(layer: int, group: str) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
-        vocab=config.vocab, column_unit=Q8_BLOCK if "q8_0" in down else 16,
+        vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
         bytes_attn=mean(in_memory("qkv")), bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
 
@@ -55,9 +56,8 @@ def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, as
 
     def packed(names: Sequence[str], n: int, k: int, before: int = 0) -> int:
         kind = memory_format(weights, names, asked)
-        if kind == "q8_0" and k:
-            k = -(-(before % Q8_BLOCK + k) // Q8_BLOCK) * Q8_BLOCK
-        return kernels.packed_nbytes(kind, n, k)
+        first, last, phase = stored_slice(kind, Span(before, before + k))
+        return kernels.packed_nbytes(kind, n, last - first, phase)
 
     q_rows, q_before = share.heads.size * config.head_dim, share.heads.start * config.head_dim
     for i in range(config.n_layers):

@@ -93,10 +93,9 @@ class Weights:
         """float32 [rows, cols], or [rows] of a tensor with one axis; None: all."""
         return self.checkpoint.read(self._find(name), self._rows(name, rows), cols)
 
-    def read_q8_0(self, name: str, rows: Rows = None,
-                  cols: range | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Scales float16 [rows, cols/32] and codes int8 [rows, cols] of a Q8_0 matrix, as stored."""
-        return self.checkpoint.read_q8_0(self._find(name), self._rows(name, rows), cols)
+    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
+        """Stored blocks of a quantised matrix that cover ``cols``, uint8 [rows, bytes]."""
+        return self.checkpoint.read_raw(self._find(name), self._rows(name, rows), cols)
 
     def check(self, config: ModelConfig | None = None) -> None:
         """Raise ModelError unless every tensor is there with its shape and a type that can be read.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 import numpy as np
 
-from mpillm.jit import pack, policy
+from mpillm.errors import UsageError
+from mpillm.jit import pack, pack_blocks, policy
+from mpillm.jit.isa.quantised import SHAPES
 from mpillm.quant import layout
 
 
@@ -18,6 +21,7 @@ class PackedMatrix:
     k: int
     data: np.ndarray
     scales: np.ndarray | None
+    phase: int = 0                           # of the first block in its super-block
     stride: int = field(init=False)          # elements of a panel
 
     def __post_init__(self) -> None:
@@ -31,52 +35,89 @@ class PackedMatrix:
 class Packer:
     """Takes the rows of a matrix in chunks of any size and order, each row once.
 
-    ``nonfinite`` counts NaN and infinite values that came in, ``overflow`` finite ones that the format
-    cannot hold (q8_0: 32 for a block whose scale it cannot hold). Peak memory: the packed matrix and a chunk.
-    Raises UsageError for an unknown format, and for q8_0 when ``k`` is not a multiple of 32.
+    ``nonfinite`` counts NaN and infinite values that came in (32 for a block that came quantised with such a
+    scale), ``overflow`` finite ones that the format cannot hold (32 for a block whose scale it cannot hold).
+    ``phase`` is for slices of K-quants, see layout.py. Peak memory: the packed matrix and a chunk.
+    Raises UsageError for an unknown format, and for a quantised one when ``k`` is not a multiple of 32.
     """
 
-    def __init__(self, format: str, n: int, k: int) -> None:
+    def __init__(self, format: str, n: int, k: int, phase: int = 0) -> None:
         layout.check_format(format, k)
         assert n >= 0 and k >= 0, f"a matrix of {n} x {k}"
-        self.format, self.n, self.k = format, n, k
+        assert phase in range(8 if format in ("q4_K", "q6_K") else 1), f"phase {phase} of {format}"
+        self.format, self.n, self.k, self.phase = format, n, k, phase
         self.overflow = self.nonfinite = self._rows = 0
         count = layout.panels_of(n) * layout.panel_stride(format, k)
         self._data: np.ndarray | None = layout.allocate(count, layout.WORDS[format])
-        scales = layout.scales_of(format, n, k)
-        self._scales = layout.allocate(scales, np.int16) if format == "q8_0" else None
+        scales = layout.scales_of(format, n, k, phase)
+        self._scales = layout.allocate(scales, np.int16) if format in layout.QUANTISED else None
 
     def put(self, first_row: int, values: np.ndarray) -> None:
-        """Round and pack ``values`` f32 [r, k] as rows first_row ... first_row + r - 1."""
+        """Round and pack ``values`` f32 [r, k] as rows first_row ... first_row + r - 1.
+
+        Raises UsageError for values in a K-quant, which nothing here rounds to.
+        """
         values = np.ascontiguousarray(values, np.float32)
+        if values.size and self.format in layout.QUANTISED:
+            self._put_blocks(first_row, self._encoded(values))
+            return
         self._check(first_row, values.shape)
         if values.size == 0:
             return
-        threads = min(policy.threads(), layout.panels_of(len(values))) if values.size > 20000 else 1
+        threads = self._threads(*values.shape)
         counts = np.zeros(2 * threads, np.int64)
-        kernel = pack.pack_kernel(self.format)
-        if self.format == "q8_0":
-            kernel(values, first_row, self._data, self._scales, counts, threads)
-        else:
-            kernel(values, first_row, self._data, layout.panel_stride(self.format, self.k),
-                   layout.PAIR[self.format], layout.LIMIT[self.format], counts, threads)
+        pack.pack_kernel(self.format)(values, first_row, self._data, layout.panel_stride(self.format, self.k),
+                                      layout.PAIR[self.format], layout.LIMIT[self.format], counts, threads)
+        self._count(counts)
+
+    def put_raw(self, first_row: int, raw: np.ndarray) -> None:
+        """Pack rows as a GGUF file holds them: ``raw`` uint8 [r, bytes], the stored blocks that cover k.
+
+        Of K-quants these are whole super-blocks, of the first of which ``phase`` blocks are passed over.
+        """
+        assert self.format in layout.QUANTISED, f"blocks do not go into {self.format}"
+        size = layout.stored_bytes(self.format, self.k, self.phase)
+        assert raw.dtype == np.uint8 and raw.ndim == 2 and raw.shape[1] == size, \
+            f"{raw.dtype} {raw.shape}, not {size} bytes"
+        self.nonfinite += self._put_blocks(first_row, raw)
+
+    def _put_blocks(self, first_row: int, raw: np.ndarray) -> int:
+        """Pack stored blocks; the number of values whose scale is not finite."""
+        self._check(first_row, (len(raw), self.k))
+        if not len(raw) or not self.k:
+            return 0
+        assert self._data is not None and self._scales is not None, "rows after finish()"
+        shape, threads = SHAPES[self.format], self._threads(len(raw), self.k)
+        counts = np.zeros(threads, np.int64)
+        pack_blocks.pack_blocks_kernel()(
+            np.ascontiguousarray(raw), first_row, shape.number, layout.stored_per(self.format),
+            pack_blocks.STORED[self.format], self.k // layout.QUANT_BLOCK, self.phase,
+            self._data.view(np.uint8), shape.codes, self._scales.view(np.uint8), 2 * shape.words,
+            2 * shape.super_words, counts, threads)
+        return int(counts.sum())
+
+    def _encoded(self, values: np.ndarray) -> np.ndarray:
+        """``values`` as stored blocks uint8 [r, bytes]."""
+        if self.format not in layout.ROUNDED:
+            raise UsageError(f"weights {self.format} come from a GGUF file only, nothing here rounds to them: use "
+                             f"{' or '.join(layout.ROUNDED)}")
+        assert values.ndim == 2 and values.shape[1] == self.k, f"rows {values.shape} of {self.k} inputs"
+        raw = np.zeros((len(values), layout.stored_bytes(self.format, self.k)), np.uint8)
+        threads = self._threads(*values.shape)
+        counts = np.zeros(2 * threads, np.int64)
+        flat = raw.reshape(-1)
+        pack_blocks.encode_kernel()(values, SHAPES[self.format].number, pack_blocks.STORED[self.format], flat,
+                                    flat.view(np.int16), counts, threads)
+        self._count(counts)
+        return raw
+
+    def _count(self, counts: np.ndarray) -> None:
         self.nonfinite += int(counts[0::2].sum())
         self.overflow += int(counts[1::2].sum())
 
-    def put_q8_0(self, first_row: int, scales: np.ndarray, codes: np.ndarray) -> None:
-        """Pack q8_0 rows as they are: scales f16 [r, k/32], codes int8 [r, k]. Only in format q8_0."""
-        assert self.format == "q8_0", f"q8_0 rows do not go into {self.format}"
-        self._check(first_row, codes.shape)
-        assert scales.shape == (len(codes), self.k // layout.QUANT_BLOCK), f"scales {scales.shape}"
-        assert scales.dtype == np.float16 and codes.dtype == np.int8, f"{scales.dtype}, {codes.dtype}"
-        if codes.size == 0:
-            return
-        pack.pack_codes_kernel()(np.ascontiguousarray(codes), first_row, self._data)
-        rows = first_row + np.arange(len(codes))
-        assert self._scales is not None, "a q8_0 matrix has scales"
-        panels = self._scales.reshape(-1, self.k // layout.QUANT_BLOCK, layout.PANEL)
-        panels[rows // layout.PANEL, :, rows % layout.PANEL] = scales.view(np.int16)
-        self.nonfinite += layout.QUANT_BLOCK * int(np.count_nonzero(~np.isfinite(scales)))
+    @staticmethod
+    def _threads(rows: int, k: int) -> int:
+        return max(1, min(policy.threads(), layout.panels_of(rows))) if rows * k > 20000 else 1
 
     def _check(self, first_row: int, shape: tuple[int, ...]) -> None:
         assert self._data is not None, "rows after finish()"
@@ -89,6 +130,6 @@ class Packer:
         """The packed matrix; lanes beyond its last row hold zeros."""
         assert self._rows == self.n, f"{self._rows} rows came of {self.n}"
         assert self._data is not None, "finish() comes once"
-        matrix = PackedMatrix(self.format, self.n, self.k, self._data, self._scales)
+        matrix = PackedMatrix(self.format, self.n, self.k, self._data, self._scales, self.phase)
         self._data = self._scales = None
         return matrix

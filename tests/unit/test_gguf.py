@@ -114,21 +114,27 @@ def test_only_the_covering_blocks_are_read(tmp_path):
         assert reader.bytes_read - before == 5 * 34
 
 
-def test_q8_0_blocks_as_stored(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, kind=Q8_0)
-    with GgufFile(path) as reader:
-        full = reader.read("blk.1.ffn_down.weight")
-        for rows, cols in ((None, None), (range(3, 50), range(32, 128)), (np.array([9, 2, 2]), range(96, 96)),
-                           (np.array([90, 2, 2]), range(0, 64))):
-            scales, codes = reader.read_q8_0("blk.1.ffn_down.weight", rows, cols)
-            assert scales.dtype == np.float16 and codes.dtype == np.int8
-            assert codes.shape == (scales.shape[0], scales.shape[1] * 32)
-            values = codes.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=1)
-            index = np.arange(96) if rows is None else np.asarray(rows)
-            cut = slice(0, 160) if cols is None else slice(cols.start, cols.stop)
-            assert np.array_equal(values, full[index][:, cut])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_blocks_as_stored(tmp_path, name):
+    """Of types with blocks of 256, slices at multiples of 32 get the blocks that cover them."""
+    kind = GGMLQuantizationType[name]
+    block, size = GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(1).integers(0, 256, (37, 768 // block * size), dtype=np.uint8)
+    writer = gguf_writer(tmp_path / "m.gguf", CONFIG)
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    finish(writer)
+    with GgufFile(str(tmp_path / "m.gguf")) as reader:
+        for rows, cols in ((None, None), (range(3, 30), range(32, 288)), (np.array([9, 2, 2]), range(96, 96)),
+                           (np.array([36, 2, 2]), range(0, 64)), (range(5, 6), range(224, 736))):
+            before = reader.bytes_read
+            found = reader.read_raw("w", rows, cols)
+            cut = range(768) if cols is None else cols
+            first, last = cut.start // block * size, -(-cut.stop // block) * size if cut else cut.start // block * size
+            index = np.arange(37) if rows is None else np.asarray(rows)
+            assert np.array_equal(found, raw[index, first:last])
+            assert reader.bytes_read - before == len(index) * (last - first)
         with pytest.raises(AssertionError, match="cuts a block"):
-            reader.read_q8_0("blk.1.ffn_down.weight", None, range(16, 64))
+            reader.read_raw("w", None, range(16, 64))
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_K, GGMLQuantizationType.F64, GGMLQuantizationType.I32])

@@ -12,7 +12,8 @@ from mpillm import kernels
 from mpillm.errors import UsageError
 from mpillm.jit import policy
 
-FORMATS = ("f32", "bf16", "f16", "q8_0")
+QUANTISED = ("q8_0", "q4_0", "q4_1")
+FORMATS = ("f32", "bf16", "f16", *QUANTISED)
 
 
 def pack(name, w, chunks=(10**9,)):
@@ -37,7 +38,7 @@ def same_bits(x, y):
 @pytest.mark.parametrize("n, k", [(1, 32), (16, 64), (40, 96), (77, 1120), (129, 32)])
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 19])
 def test_linear_equals_its_twin(name, n, k, m):
-    k = k if name == "q8_0" else k - k // 32        # odd numbers of inputs too
+    k = k if name in QUANTISED else k - k // 32        # odd numbers of inputs too
     x, w, bias = random(m, k), random(n, k, seed=1), random(n, seed=2)
     expected = naive.linear(name, x, w, bias)
     got = kernels.linear(x, pack(name, w), bias)
@@ -47,7 +48,7 @@ def test_linear_equals_its_twin(name, n, k, m):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n, k", [(83, 1056), (16, 544), (200, 96)])
 def test_bits_of_a_row_do_not_depend_on_the_batch_or_threads(name, n, k, monkeypatch):
-    k = k if name == "q8_0" else k + 1
+    k = k if name in QUANTISED else k + 1
     x, w, bias = random(33, k), pack(name, random(n, k, seed=1)), random(n, seed=2)
     monkeypatch.setattr(policy._Threads, "count", 1)
     alone = np.concatenate([kernels.linear(x[i:i + 1], w, bias) for i in range(33)])
@@ -95,7 +96,7 @@ def test_chunks_of_rows_do_not_matter(name, chunks, n):
     w = random(n, 64)
     whole, cut = pack(name, w), pack(name, w, chunks)
     assert np.array_equal(whole.data, cut.data)
-    assert name != "q8_0" or np.array_equal(whole.scales, cut.scales)
+    assert name not in QUANTISED or np.array_equal(whole.scales, cut.scales)
     assert whole.nbytes == kernels.packed_nbytes(name, n, 64)
     assert whole.data.ctypes.data % 64 == 0
 
@@ -127,6 +128,11 @@ def test_large_matrices_are_packed_in_threads_alike(monkeypatch):
     ("f32", [3.4e38, np.nan, np.inf], 0, 2),
     ("q8_0", [65504 * 127, np.nan], 0, 1),
     ("q8_0", [65600 * 127], 32, 0),
+    ("q4_0", [65504 * 8, np.nan], 0, 1),
+    ("q4_0", [65600 * 8], 32, 0),
+    ("q4_1", [65504, -np.inf], 0, 1),
+    ("q4_1", [-65600], 32, 0),
+    ("q4_1", [65600 * 15], 32, 0),
 ])
 def test_what_a_format_cannot_hold_is_counted(name, values, overflow, nonfinite):
     w = np.zeros((3, 64), np.float32)
@@ -136,27 +142,26 @@ def test_what_a_format_cannot_hold_is_counted(name, values, overflow, nonfinite)
     assert (packer.overflow, packer.nonfinite) == (overflow, nonfinite)
 
 
-def test_q8_0_is_ggml_s(monkeypatch):
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rounding_is_ggml_s(name):
     powers = np.random.default_rng(1).integers(-9, 3, (33, 256)).astype(np.float32)
     w = random(33, 256) * np.float32(10) ** powers
-    w[5, :32], w[6, 32:64] = 0, 1e-41
-    raw = quants.quantize(w, GGMLQuantizationType.Q8_0).reshape(33, 8, 34)
-    scales = raw[..., :2].copy().view(np.float16)[..., 0]
-    codes = raw[..., 2:].copy().view(np.int8).reshape(33, 256)
-    codes[6, 32:64] = 0               # a scale that underflows: whatever the codes are, the values are 0
-    packer = kernels.Packer("q8_0", 33, 256)
-    packer.put_q8_0(0, scales[:20], codes[:20])
-    packer.put_q8_0(20, scales[20:], codes[20:])
-    as_is, quantised = packer.finish(), pack("q8_0", w)
-    ids = np.arange(33)
-    assert same_bits(kernels.lookup(as_is, ids), kernels.lookup(quantised, ids))
-    assert np.array_equal(as_is.scales, quantised.scales)
+    w[5, :32], w[7, :32], w[8, :32] = 0, 3, np.linspace(-15, 15, 32)
+    w[9, :32] = np.tile([0.5, 1.5, -0.5, -7.5, 8, -8, 7.5, 6.5], 4)          # ties
+    as_is, quantised = kernels.Packer(name, 33, 256), pack(name, w)
+    raw = quants.quantize(w, GGMLQuantizationType[name.upper()])
+    as_is.put_raw(0, raw[:20]), as_is.put_raw(20, raw[20:])
+    stored = as_is.finish()
+    assert np.array_equal(stored.scales, quantised.scales)
+    different = np.count_nonzero(stored.data.view(np.uint8) != quantised.data.view(np.uint8))
+    assert different == 0
+    assert same_bits(kernels.lookup(quantised, np.arange(33)), naive.round_to(name, w))
 
 
 def test_q8_0_carries_the_codes_that_files_hold():
     codes = np.full((1, 32), -128, np.int8)
     packer = kernels.Packer("q8_0", 1, 32)
-    packer.put_q8_0(0, np.ones((1, 1), np.float16), codes)
+    packer.put_raw(0, np.concatenate([np.ones((1, 1), np.float16).view(np.uint8), codes.view(np.uint8)], 1))
     y = kernels.linear(np.full((1, 32), 127, np.float32), packer.finish())
     assert y[0, 0] == -128 * 127 * 32
 

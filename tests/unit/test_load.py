@@ -7,11 +7,12 @@ import json
 import gguf
 import numpy as np
 import pytest
-from made_models import random_tensors, tiny, write_folder, write_gguf
+from made_models import finish, gguf_tensors, gguf_writer, random_tensors, tiny, write_folder, write_gguf
 
+from mpillm import kernels
 from mpillm.errors import ModelError
 from mpillm.models import registry
-from mpillm.models.load import Loader, memory_format
+from mpillm.models.load import Loader, apart, memory_format
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
 from mpillm.partition import partition
@@ -33,7 +34,7 @@ def load(config, weights, tp, rank, asked, kv_mode="redundant"):
     return registry.BUILDERS[config.architecture](config, loader, None), loader.nbytes, split
 
 
-@pytest.mark.parametrize("asked", ["auto", "f32", "bf16", "f16", "q8_0"])
+@pytest.mark.parametrize("asked", ["auto", "f32", "bf16", "f16", "q8_0", "q4_1"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_bytes_are_as_planned(tmp_path, asked, kind):
     config = tiny(model_type=kind, attention_bias=True, **({"mlp_bias": True} if kind == "llama" else {}))
@@ -47,17 +48,98 @@ def test_bytes_are_as_planned(tmp_path, asked, kind):
                 assert loaded == registry.weight_bytes(figures, weights, split, asked, rank), (tp, mode, rank)
 
 
+BLOCKS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q4_K": (256, 144),
+          "Q6_K": (256, 210)}
+HALVES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}           # where a block has float16, else at 0
+
+
+def stored(kind, n, k, seed=0):
+    """Random blocks with scales that are small."""
+    block, size = BLOCKS[kind]
+    raw = np.random.default_rng(seed).integers(0, 256, (n, k // block, size), dtype=np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        raw[..., at:at + 2] = np.array([0.01], np.float16).view(np.uint8)
+    return raw.reshape(n, -1)
+
+
+def write_blocks(path, kinds):
+    """A GGUF model of random blocks; ``kinds``: type of a tensor by the end of its GGUF name, '' for the rest."""
+    config = tiny(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    writer = gguf_writer(path, config)
+    for name, values in gguf_tensors(config, random_tensors(config), "llama").items():
+        kind = next((kind for end, kind in kinds.items() if name.endswith(f"{end}.weight")), None)
+        if kind is None or values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, stored(kind, *values.shape), raw_dtype=gguf.GGMLQuantizationType[kind])
+    finish(writer)
+    return path
+
+
 def test_auto_keeps_what_the_file_has(tmp_path):
-    config = tiny(hidden_size=128, intermediate_size=256)
-    tensors = random_tensors(config)
-    for kind, expected in (("F32", "f32"), ("F16", "f16"), ("Q8_0", "q8_0"), ("Q4_0", "bf16"), ("Q6_K", "bf16")):
-        path = write_gguf(tmp_path / f"{kind}.gguf", config, tensors, kind=gguf.GGMLQuantizationType.Q8_0
-                          if kind == "Q6_K" else gguf.GGMLQuantizationType[kind])
-        _, weights = opened(path)
+    for kind, expected in (("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q4_1", "q4_1"), ("Q4_K", "q4_K"), ("Q6_K", "q6_K"),
+                           ("Q5_0", "bf16")):
+        _, weights = opened(write_blocks(tmp_path / f"{kind}.gguf", {"": kind}))
         name = "model.layers.0.mlp.down_proj.weight"
-        if kind != "Q6_K":
-            assert memory_format(weights, [name], "auto") == expected
+        assert memory_format(weights, [name], "auto") == expected
         assert memory_format(weights, [name], "f32") == "f32"
+    config = tiny()
+    for kind, expected in (("F32", "f32"), ("F16", "f16"), ("BF16", "bf16")):
+        path = write_gguf(tmp_path / f"{kind}.gguf", config, random_tensors(config),
+                          kind=gguf.GGMLQuantizationType[kind])
+        assert memory_format(opened(path)[1], ["model.layers.0.mlp.down_proj.weight"], "auto") == expected
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+def test_blocks_are_loaded_as_they_are_stored(tmp_path, kind):
+    """Slices of o_proj and down_proj begin inside a block of 256; every value is the file's."""
+    figures, weights = opened(write_blocks(tmp_path / "m.gguf", {"": kind}))
+    down, output = (f"model.layers.1.{name}.weight" for name in ("mlp.down_proj", "self_attn.o_proj"))
+    for tp in (1, 3, 5, 8):
+        for rank in range(tp):
+            model, loaded, split = load(figures, weights, tp, rank, "auto")
+            assert loaded == registry.weight_bytes(figures, weights, split, "auto", rank), (tp, rank)
+            share, block = split.shares[rank], model.blocks[1]
+            for layer, name, span in ((block.mlp.down, down, share.columns),
+                                      (block.attention.output, output, share.heads.times(32))):
+                if not span.size:
+                    continue
+                assert layer.weight.format == kind[:-1].lower() + kind[-1] and layer.before == 0
+                found = kernels.lookup(layer.weight, np.arange(256))
+                assert np.array_equal(found, weights.read(name, None, span.range())), (tp, rank, name)
+
+
+def test_tensors_of_one_product_that_differ(tmp_path):
+    """Files of type Q4_K_M hold v as Q6_K: one matrix of bf16, or runs that keep their formats."""
+    figures, weights = opened(write_blocks(tmp_path / "m.gguf", {"attn_v": "Q6_K", "": "Q4_K"}))
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert memory_format(weights, names, "auto") == "bf16" and memory_format(weights, names[:2], "auto") == "q4_K"
+    assert apart(weights, names, "auto") == [("q4_K", range(0, 2)), ("q6_K", range(2, 3))]
+    assert apart(weights, names, "q8_0") == [("q8_0", range(0, 3))]
+    split = partition(registry.sizes(figures, weights, "auto"), 2, "redundant")
+    loader = Loader(figures, weights, split.shares[1], "auto", _Alone())
+    kv = split.shares[1].kv_columns
+    spans, bare = [loader.query_rows(), kv, kv], [name.removesuffix(".weight") for name in names]
+    parts = loader.columns_apart(bare, spans)
+    assert [part.weight.format for part in parts] == ["q4_K", "q6_K"]
+    assert [part.n_full for part in parts] == [256 + 128, 128]
+    whole = np.concatenate([weights.read(name, span.range()) for name, span in zip(names, spans, strict=True)])
+    found = np.concatenate([kernels.lookup(part.weight, np.arange(part.weight.n)) for part in parts])
+    assert np.array_equal(found, whole)
+
+
+def test_a_block_whose_scale_is_not_finite_is_named(tmp_path):
+    path = write_blocks(tmp_path / "m.gguf", {"": "Q4_K"})
+    figures, weights = opened(path)
+    before, last = weights.read_raw("model.layers.1.mlp.up_proj.weight"), weights.checkpoint
+    data = bytearray(path.read_bytes())
+    info = last._stored["blk.1.ffn_up.weight"]
+    assert data[info.offset:info.offset + 144] == before[0, :144].tobytes()
+    data[info.offset + 2:info.offset + 4] = b"\x00\x7c"
+    path.write_bytes(data)
+    figures, weights = opened(path)
+    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight has 256 values that are NaN or infinite"):
+        load(figures, weights, 1, 0, "auto")
 
 
 def test_a_nan_in_the_file_is_named(tmp_path):

@@ -15,9 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.vector import F32, HALF, I8, I16, I32, I64, LANES, V16F, V16H, V16I, V32S
-
-QUANT_BLOCK = 32
+from mpillm.jit.isa.vector import F32, HALF, I16, I32, I64, LANES, V16F, V16H, V16I
 
 
 @intrinsic
@@ -52,8 +50,7 @@ def rows_by_panels(typingctx, rows, panels, x, x_scales, x_offset, x_stride, w, 
     The format follows from w's element type:
       float32, int16 (f16)  w [k][16]             x f32
       uint16 (bf16)         w [k/2][16][2]        x f32; an odd k_start or k_stop uses half a pair only
-      int8 (q8_0)           w [k/32][8][16][4], w_scales f16 [k/32][16];
-                            x i16, each four as (x0, x2, x1, x3), x_scales f32 [k/32]
+    (quantised formats: quantised.py). x_scales and w_scales are not used.
     x_offset is that of k = 0 in the first row, w_offset that of k = 0 in the first panel.
     """
     name = v.FORMAT_OF[w.dtype]
@@ -82,7 +79,6 @@ def _rows_by_panels_function(module: ir.Module, name: str, kinds: list) -> ir.Fu
     done = function.append_basic_block("done")
     choice = b.switch(rows, done)
     for count, widest in SHAPES.items():
-        widest = 1 if name == "q8_0" else widest       # no chain to hide: each block starts a new integer sum
         block = function.append_basic_block(f"rows{count}")
         choice.add_case(I64(count), block)
         b.position_at_end(block)
@@ -107,7 +103,7 @@ def _emit_block(b: ir.IRBuilder, name: str, count_r: int, count_p: int, p: Any, 
     y_at = [[v.at(b, y, b.add(b.add(y_start, b.mul(y_stride, I64(r))), I64(LANES * i)), F32)
              for i in range(count_p)] for r in range(count_r)]
     totals = [[cgutils.alloca_once_value(b, v.load(b, V16F, address, 4)) for address in row] for row in y_at]
-    emit = {"q8_0": _emit_q8, "bf16": _emit_pairs}.get(name, _emit_plain)
+    emit = _emit_pairs if name == "bf16" else _emit_plain
     emit(b, name, (x, x_scales, x_starts), (w, w_scales, w_starts), k_start, k_stop, totals)
     for r in range(count_r):
         for i in range(count_p):
@@ -161,80 +157,6 @@ def _emit_pairs(b, name, x, w, k_start, k_stop, totals) -> None:
     odd_stop = b.trunc(b.and_(k_stop, I64(1)), v.I1)
     with b.if_then(b.and_(b.icmp_signed("<=", first, last), odd_stop), likely=False):
         both(last, (0,))
-
-
-def _emit_q8(b, name, x, w, k_start, k_stop, totals) -> None:
-    """q8_0: exact integer sums of 32 products, then one fma with the product of both scales."""
-    blocks = [b.sdiv(k, I64(QUANT_BLOCK)) for k in (k_start, k_stop)]
-    rows, bytewise = range(len(totals)), I64(LANES)
-    eight, sixteen = v.constant(V32S, 8), v.constant(V16I, 16)
-    with cgutils.for_range_slice(b, blocks[0], blocks[1], I64(1), I64) as (block, _):
-        along = b.mul(block, I64(QUANT_BLOCK))
-        for p, w_start in enumerate(w[2]):
-            codes = b.add(w_start, b.mul(along, bytewise))
-            sums = [cgutils.alloca_once(b, V16I) for _ in rows]
-            for total in sums:
-                b.store(v.constant(V16I, 0), total)
-            with cgutils.for_range(b, I64(QUANT_BLOCK // 4)) as quad:
-                address = v.at(b, w[0], b.add(codes, b.mul(quad.index, I64(64))), I8)
-                v.prefetch(b, address, AHEAD)
-                words = v.load(b, V32S, address, 1)
-                even, odd = b.ashr(b.shl(words, eight), eight), b.ashr(words, eight)
-                for r in rows:
-                    four = b.add(b.add(x[2][r], along), b.mul(quad.index, I64(4)))
-                    two = [v.load(b, I32, v.at(b, x[0], b.add(four, I64(i)), I16), 2) for i in (0, 2)]
-                    left, right = (b.bitcast(v.splat(b, pair, V16I), V32S) for pair in two)
-                    # At most 2 * 128 * 127: two products fit 16 bits; then widen to 32.
-                    pairs = b.bitcast(b.add(b.mul(even, left), b.mul(odd, right)), V16I)
-                    low = b.ashr(b.shl(pairs, sixteen), sixteen)
-                    dot = b.add(low, b.ashr(pairs, sixteen))
-                    b.store(b.add(b.load(sums[r], typ=V16I), dot), sums[r])
-            scale_at = b.add(b.sdiv(w_start, I64(QUANT_BLOCK)), b.mul(block, I64(LANES)))
-            w_scale = b.fpext(v.load(b, V16H, v.at(b, w[1], scale_at, HALF), 2), V16F)
-            for r in rows:
-                x_at = b.add(b.sdiv(x[2][r], I64(QUANT_BLOCK)), block)
-                x_scale = v.splat(b, v.load(b, F32, v.at(b, x[1], x_at, F32), 4), V16F)
-                whole = b.sitofp(b.load(sums[r], typ=V16I), V16F)
-                total = b.load(totals[r][p], typ=V16F)
-                b.store(v.fma(b, whole, b.fmul(w_scale, x_scale), total), totals[r][p])
-
-
-@intrinsic
-def quantise_row(typingctx, x, x_offset, k, codes, code_offset, scales, scale_offset):
-    """q8_0 as ggml's reference: d = max|x| / 127 rounded to f16, q = round(x / d), halves away from 0.
-
-    Codes are written as i16, each four as (q0, q2, q1, q3), scales as f32. A d beyond f16 stays as it
-    is; a block with a value that is not finite gets a scale of NaN.
-    """
-    def codegen(context, b, signature, arguments):
-        x, x_offset, k, codes, code_offset, scales, scale_offset = arguments
-        x, codes, scales = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 3, 5))
-        with cgutils.for_range(b, b.sdiv(k, I64(QUANT_BLOCK))) as loop:
-            along = b.mul(loop.index, I64(QUANT_BLOCK))
-            parts = [v.load(b, V16F, v.at(b, x, b.add(b.add(x_offset, along), I64(i)), F32), 4)
-                     for i in (0, LANES)]
-            sizes = [v.call(b, "llvm.fabs.v16f32", V16F, [part]) for part in parts]
-            largest = v.tree(b, v.larger(b)(*sizes), v.larger(b))
-            # 0 where all is finite, NaN otherwise.
-            poison = v.tree(b, b.fadd(*(b.fsub(part, part) for part in parts)), b.fadd)
-            d = b.fdiv(largest, F32(127.0))
-            inverse = b.select(b.fcmp_ordered("==", d, F32(0.0)), F32(0.0), b.fdiv(F32(1.0), d))
-            rounded = b.fpext(b.fptrunc(d, HALF), F32)
-            rounded = b.select(b.fcmp_ordered("==", rounded, F32(float("inf"))), d, rounded)
-            v.store(b, b.fadd(rounded, poison), v.at(b, scales, b.add(scale_offset, loop.index), F32), 4)
-            for i, part in zip((0, LANES), parts, strict=True):
-                q = v.call(b, "llvm.round.v16f32", V16F, [b.fmul(part, v.splat(b, inverse, V16F))])
-                q = v.call(b, "llvm.fptosi.sat.v16i32.v16f32", V16I, [q])
-                for sign, limit in ((">", 127), ("<", -127)):
-                    bound = v.constant(V16I, limit)
-                    q = b.select(b.icmp_signed(sign, q, bound), bound, q)
-                order = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
-                q = b.shuffle_vector(q, ir.Constant(V16I, ir.Undefined), ir.Constant(V16I, order))
-                target = v.at(b, codes, b.add(b.add(code_offset, along), I64(i)), I16)
-                v.store(b, b.trunc(q, ir.VectorType(I16, LANES)), target, 2)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, types.intp, codes, types.intp, scales, types.intp), codegen
 
 
 @intrinsic

@@ -16,9 +16,9 @@ V16F, V16I, V16H, V16D = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF
 V32S = ir.VectorType(I16, 2 * LANES)
 
 #: numba's element type -> the number format that such an array holds (numba has no float16: words instead)
-FORMAT_OF = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "q8_0"}
+FORMAT_OF = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16"}
 #: the type in memory of one element of a format
-ELEMENT = {"f32": F32, "bf16": I16, "f16": HALF, "q8_0": I8}
+ELEMENT = {"f32": F32, "bf16": I16, "f16": HALF}
 
 
 def call(b: ir.IRBuilder, name: str, result: Any, arguments: list) -> Any:
@@ -28,7 +28,7 @@ def call(b: ir.IRBuilder, name: str, result: Any, arguments: list) -> Any:
 
 
 def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", V16F, [x, y, z])
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
 def constant(kind: ir.VectorType, value: float | int) -> ir.Constant:
@@ -55,7 +55,8 @@ def load(b: ir.IRBuilder, kind: Any, address: Any, align: int) -> Any:
 
 def prefetch(b: ir.IRBuilder, address: Any, ahead: int) -> None:
     """Ask for the cache line ``ahead`` bytes after ``address``; never faults."""
-    call(b, "llvm.prefetch.p0", ir.VoidType(), [at(b, address, I64(ahead), I8), I32(0), I32(3), I32(1)])
+    line = at(b, b.bitcast(address, I8.as_pointer()), I64(ahead), I8)
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [line, I32(0), I32(3), I32(1)])
 
 
 def store(b: ir.IRBuilder, value: Any, address: Any, align: int) -> None:
