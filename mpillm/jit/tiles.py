@@ -76,7 +76,7 @@ def bf16_avx512_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail)
     """A thread's panels; x bf16 from :func:`round_rows_part`, ``tail`` takes the last, partly filled panel."""
     all_panels, x_stride = (n + 15) // 16, (k + 1) // 2 * 2
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-    stretch = x_stride if rows <= MOST_ROWS else K_STRETCH
+    stretch = max(2, x_stride) if rows <= MOST_ROWS else K_STRETCH
     blocks = (rows + MOST_ROWS - 1) // MOST_ROWS
     while p < stop:
         panels = min(FEW_PANELS, stop - p)

@@ -173,8 +173,8 @@ def set_tier(name: str) -> None:
     _State.fixed = True
     if name == own.tier:
         return
-    agreed = f"another rank has only {name}"
-    reasons = {**own.reasons, own.tier: agreed, name: CHOSEN}
-    for between in TIERS[TIERS.index(name) + 1:TIERS.index(own.tier)]:
-        reasons[between] = agreed
+    low, high = TIERS.index(name), TIERS.index(own.tier)
+    reasons = dict(own.reasons)
+    for i, other in enumerate(TIERS[:high + 1]):
+        reasons[other] = CHOSEN if i == low else f"another rank has only {name}" if i > low else f"{name} is higher"
     _State.decision = Decision(name, reasons, own.emulated and lacks(name, features(), amx_permission) is not None)
