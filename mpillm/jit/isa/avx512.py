@@ -86,6 +86,10 @@ def four_products(b: ir.IRBuilder, total: Any, left: Any, right: Any, signed: tu
     return total
 
 
+def _emulate_vnni(b: ir.IRBuilder, total: Any, left: Any, right: Any) -> Any:
+    return four_products(b, total, left, right, (False, True))
+
+
 def dot_bf16(b: ir.IRBuilder, total: Any, words: Any, pair: Any, emulate: bool | None = None) -> Any:
     """total <16 x float> + words <16 x i32 of two bf16> . pair (i32 of two bf16), as VDPBF16PS rounds.
 
@@ -102,7 +106,7 @@ def dot_u8s8(b: ir.IRBuilder, total: Any, codes: Any, four: Any, emulate: bool |
     """total <16 x i32> + codes <64 x i8, unsigned> . four (i32 of four signed bytes), exactly (VPDPBUSD)."""
     left, right = b.bitcast(codes, V16I), v.splat(b, four, V16I)
     if select.emulated() if emulate is None else emulate:
-        return _twin(b, "vpdpbusd", total, left, right, lambda *a: four_products(*a, (False, True)))
+        return _twin(b, "vpdpbusd", total, left, right, _emulate_vnni)
     # LLVM 22 takes <64 x i8>; it reads the older form, with <16 x i32>, as well.
     return v.call(b, "llvm.x86.avx512.vpdpbusd.512", V16I, [total, left, right])
 
