@@ -187,3 +187,15 @@ def tested_tier() -> str:
     while (problem := failure(name)) is not None:
         name = select.decline(name, problem)
     return name
+
+
+def compiling() -> str | None:
+    """Whether a kernel can be made, of any tier, and rounds numbers rightly; what is wrong, or None."""
+    x = np.arange(33, dtype=np.float32) - np.float32(16.5)
+    tiles = np.full(64, 0xFFFF, np.uint16)
+    try:
+        run(_tile_rows, x, 1, 33, tiles)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    right = np.array_equal(tiles, to_bf16(np.append(x, np.zeros(31, np.float32))))
+    return None if right else "a test kernel gives other numbers than it should"
