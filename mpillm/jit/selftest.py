@@ -17,7 +17,7 @@ from mpillm.jit import policy
 from mpillm.jit.gemm import reads
 from mpillm.jit.isa import select
 from mpillm.jit.isa.amx import SCRATCH
-from mpillm.jit.isa.avx512 import dot_codes
+from mpillm.jit.isa.avx512 import dot_block
 from mpillm.jit.tiles import bf16_avx512_part, tile_rows_part, tiles_core
 
 ROWS, OUTPUTS, INPUTS = 19, 40, 64
@@ -33,16 +33,20 @@ def _bf16_avx512(x, rows, k, w, panel_stride, bias, y, n, tail):
     bf16_avx512_part(0, 1, x, rows, k, w, panel_stride, bias, y, n, tail)
 
 
-def _bf16_amx(x, none_f32, none_i32, rows, k, w, none_i16, panel_stride, bias, y, n, tail, room):
-    _bf16_core(0, 1, x, none_f32, none_i32, rows, k, w, none_i16, panel_stride, 0, 0, bias, y, n, tail, room)
+def _bf16_amx(x, rows, k, w, panel_stride, bias, y, n, tail, room):
+    _bf16_core(0, 1, x, rows, k, w, panel_stride, bias, y, n, tail, room)
 
 
-def _q8_0_amx(x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, bias, y, n, tail, room):
-    _q8_0_core(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, k // 2, 0, bias, y, n, tail, room)
+def _q8_0_amx(x, x_scales, x_sums, rows, k, w, w_scales, bias, y, n, tail, room):
+    _q8_0_core(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, 0, bias, y, n, tail, room)
 
 
-def _dot_codes(codes, x, quads, sums):
-    dot_codes(codes, x, quads, sums)
+def _dot_signed(codes, x, x_sum, sums):
+    dot_block(codes, x, x_sum, sums)
+
+
+def _dot_unsigned(codes, x, x_sum, sums):
+    dot_block(codes, x, x_sum, sums)
 
 
 _I, _F, _X, _Y = types.intp, reads(types.float32), reads(types.uint16), types.float32[::1]
@@ -50,10 +54,11 @@ _PLACES = (_F, _Y, _I, _Y)
 _SIGNATURES: dict[Any, tuple] = {
     _tile_rows: (_F, _I, _I, types.uint16[::1]),
     _bf16_avx512: (_X, _I, _I, _X, _I, *_PLACES),
-    _bf16_amx: (_X, _F, reads(types.int32), _I, _I, _X, reads(types.int16), _I, *_PLACES, types.uint8[::1]),
-    _q8_0_amx: (reads(types.int8), _F, reads(types.int32), _I, _I, reads(types.int8), reads(types.int16), _I, *_PLACES,
+    _bf16_amx: (_X, _I, _I, _X, _I, *_PLACES, types.uint8[::1]),
+    _q8_0_amx: (reads(types.int8), _F, reads(types.int32), _I, _I, reads(types.int8), reads(types.int16), *_PLACES,
                 types.uint8[::1]),
-    _dot_codes: (reads(types.uint8), reads(types.int8), _I, types.int32[::1]),
+    _dot_signed: (reads(types.int8), reads(types.int8), types.int32, types.int32[::1]),
+    _dot_unsigned: (reads(types.uint8), reads(types.int8), types.int32, types.int32[::1]),
 }
 
 
@@ -122,9 +127,8 @@ def _check_bf16_amx() -> bool:
     tiles = np.empty(ROWS * INPUTS, np.uint16)
     run(_tile_rows, x.reshape(-1), ROWS, INPUTS, tiles)
     y, tail = np.empty((ROWS, OUTPUTS), np.float32), np.empty(16 * ROWS, np.float32)
-    none = np.zeros(0, np.float32)
-    run(_bf16_amx, tiles, none, none.view(np.int32), ROWS, INPUTS, in_panels(to_bf16(w), 2), none.view(np.int16),
-        16 * INPUTS, none, y.reshape(-1), OUTPUTS, tail, _aligned(SCRATCH))
+    run(_bf16_amx, tiles, ROWS, INPUTS, in_panels(to_bf16(w), 2), 16 * INPUTS, np.zeros(0, np.float32),
+        y.reshape(-1), OUTPUTS, tail, _aligned(SCRATCH))
     return np.array_equal(y.view(np.uint32), expected.view(np.uint32))
 
 
@@ -140,20 +144,23 @@ def _check_codes_amx() -> bool:
     sums = x.reshape(ROWS, -1, 16).sum(2, dtype=np.int32)
     y, tail = np.empty((ROWS, OUTPUTS), np.float32), np.empty(16 * ROWS, np.float32)
     run(_q8_0_amx, x.reshape(-1), x_scales.reshape(-1), sums.reshape(-1), ROWS, INPUTS, in_panels(w, 4),
-        in_panels(w_scales.astype(np.float16), 1).view(np.int16), 16 * INPUTS, np.zeros(0, np.float32),
-        y.reshape(-1), OUTPUTS, tail, _aligned(SCRATCH))
+        in_panels(w_scales.astype(np.float16), 1).view(np.int16), np.zeros(0, np.float32), y.reshape(-1),
+        OUTPUTS, tail, _aligned(SCRATCH))
     return np.array_equal(y.view(np.uint32), expected.view(np.uint32))
 
 
 def _check_codes_avx512() -> bool:
-    """Unsigned times signed without saturation at the largest codes."""
+    """Signed and unsigned codes of a block, without saturation at the largest."""
     made = np.random.default_rng(3)
-    codes, x = made.integers(0, 256, (8, 16, 4), np.uint8), made.integers(-128, 128, (8, 4), np.int8)
-    codes[0], x[0] = 255, -128
-    expected = np.einsum("qlj,qj->l", codes.astype(np.int32), x.astype(np.int32)) + np.arange(16)
-    sums = np.arange(16, dtype=np.int32)
-    run(_dot_codes, codes.reshape(-1), x.reshape(-1), 8, sums)
-    return np.array_equal(sums, expected)
+    right = []
+    for function, low, high, kind in ((_dot_signed, -128, 128, np.int8), (_dot_unsigned, 0, 256, np.uint8)):
+        codes, x = made.integers(low, high, (8, 16, 4), kind), made.integers(-127, 128, (8, 4), np.int8)
+        codes[:4], x[:2], x[2:4] = high - 1, 127, -127
+        sums, total = np.zeros(16, np.int32), int(x.sum(dtype=np.int64))
+        run(function, codes.reshape(-1), x.reshape(-1), total, sums)
+        expected = np.einsum("qlj,qj->l", codes.astype(np.int32), x.astype(np.int32))
+        right.append(np.array_equal(sums, expected))
+    return all(right)
 
 
 _AVX512 = {"VDPBF16PS": _check_bf16_avx512, "VPDPBUSD": _check_codes_avx512}

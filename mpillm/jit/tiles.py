@@ -102,18 +102,18 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
 
     @policy.helper
     def pass_over(full, leads, x, x_scales, x_sums, first_row, rows, k, w, w_scales, p, panels, panel_stride,
-                  scale_stride, phase, k_start, k_stop, target, offset, stride, room, at):
+                  phase, k_start, k_stop, target, offset, stride, room, at):
         """Blocks of 32 rows, or (``full`` 0) the one block of fewer; ``leads`` when nothing read the weights before."""
         step = 32 if full else rows
         for q in range(0, panels, wide):
             beside = min(wide, panels - q)
             for row in range(first_row, first_row + rows, step):
                 block(min(16, step), max(0, step - 16), beside, k_start == 0, leads and row == first_row, x, x_scales,
-                      x_sums, row, k, w, w_scales, p + q, panel_stride, scale_stride, phase, k_start, k_stop, target,
+                      x_sums, row, k, w, w_scales, p + q, panel_stride, phase, k_start, k_stop, target,
                       offset + row * stride + 16 * q, stride, room, at)
 
     @policy.helper
-    def tiles_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, scale_stride, phase, bias, y,
+    def tiles_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, phase, bias, y,
                    n, tail, room):
         all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
         configured = 0                   # rows for which the tiles stand
@@ -143,7 +143,7 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
                             configured = size
                         start = first_row if full else first_row + chunk - rest
                         pass_over(full, full or chunk == rest, x, x_scales, x_sums, start, count, k, w, w_scales,
-                                  p, panels, panel_stride, scale_stride, phase, k_start, k_stop, target, offset,
+                                  p, panels, panel_stride, phase, k_start, k_stop, target, offset,
                                   stride, room, at)
                 _finish(y, n, p, panels, first_row, chunk, tail, partial, bias)
                 p += panels
@@ -155,12 +155,27 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
 
 @lru_cache(None)
 def tiles_core(name: str) -> Any:
-    """``core(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, scale_stride, phase, bias, y, n,
-    tail, room)``: y = x @ w + bias in tier amx, for weights ``name`` (bf16 or a format of amx_codes).
+    """The core of y = x @ w + bias in tier amx, for weights ``name``: bf16, or a format of amx_codes:
 
-    x, w and their scales as in bf16_block and codes_block; ``bias`` empty if there is none, ``tail`` room for
-    f32 [rows][16], ``room`` uint8 [parts][SCRATCH], 64-byte aligned.
+    ``core(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room)`` for bf16, x as tile_rows_part makes
+    it, panels of ceil(k / 32) * 32 inputs, those beyond k finite;
+    ``core(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room)`` for codes, as
+    codes_block has them.
+
+    ``bias`` empty if there is none, ``tail`` room for f32 [rows][16], ``room`` uint8 [parts][SCRATCH], 64-byte aligned.
     """
     if name == "bf16":
-        return _tiles_part(bf16_block, 2, 64, 16)
-    return _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
+        inner = _tiles_part(bf16_block, 2, 64, 16)
+
+        @policy.helper
+        def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room):
+            inner(part, parts, x, x, x, rows, k, w, w, panel_stride, 0, bias, y, n, tail, room)
+
+        return bf16_amx_part
+    inner = _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
+
+    @policy.helper
+    def codes_amx_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room):
+        inner(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, 0, phase, bias, y, n, tail, room)
+
+    return codes_amx_part

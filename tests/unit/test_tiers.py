@@ -21,7 +21,8 @@ from mpillm.jit.parallel import in_parts
 
 run_bf16, run_avx512, run_tile_rows, run_round_rows = (in_parts(core) for core in (
     tiles.tiles_core("bf16"), tiles.bf16_avx512_part, tiles.tile_rows_part, tiles.round_rows_part))
-run_q8_0, run_q4_0, run_q4_1 = (in_parts(tiles.tiles_core(name)) for name in ("q8_0", "q4_0", "q4_1"))
+run_q8_0, run_q4_0, run_q4_1, run_q4_k, run_q6_k = (in_parts(tiles.tiles_core(name))
+                                                    for name in ("q8_0", "q4_0", "q4_1", "q4_K", "q6_K"))
 
 
 def tiers_bf16(arguments, threads):
@@ -52,8 +53,16 @@ def tiers_q4_1(arguments, threads):
     run_q4_1(arguments, threads)
 
 
-def tiers_dot_codes(codes, x, quads, sums):
-    avx512.dot_codes(codes, x, quads, sums)
+def tiers_q4_k(arguments, threads):
+    run_q4_k(arguments, threads)
+
+
+def tiers_q6_k(arguments, threads):
+    run_q6_k(arguments, threads)
+
+
+def tiers_dot_block(arguments, threads):
+    avx512.dot_block(*arguments)
 
 
 KINDS = {np.dtype(kind.name): kind for kind in (types.float32, types.uint16, types.int16, types.int8, types.uint8,
@@ -126,17 +135,26 @@ def naive_avx512(x, w, bias):
     return y + bias if bias.size else y
 
 
-def naive_codes(name, x, x_scales, w, d, m, bias):
+def naive_codes(case):
     """x, w codes [M, K], [N, K]; blocks of 32 ascending, scaled in f32."""
-    y = np.zeros((len(x), len(w)), np.float32)
-    for block in range(x.shape[1] // 32):
-        part = slice(32 * block, 32 * block + 32)
-        left, right = x[:, part].astype(np.int64), w[:, part].astype(np.int64) - (8 if name == "q4_0" else 0)
-        xs = x_scales[:, block, None]
-        y = fma(f32(left @ right.T), f32(d[None, :, block]) * xs, y)
-        if name == "q4_1":
-            y = fma(f32(left.sum(1))[:, None] * xs, f32(m[None, :, block]), y)
-    return y + bias if bias.size else y
+    name, y = case.name, np.zeros((len(case.x), len(case.w)), np.float32)
+    for block in range(case.x.shape[1] // 32):
+        part, above = slice(32 * block, 32 * block + 32), (case.phase + block) // 8
+        x, w = case.x[:, part].astype(np.int64), case.w[:, part].astype(np.int64)
+        xs, whole = case.x_scales[:, block, None], x.sum(1)[:, None]
+        if name in ("q8_0", "q4_0", "q4_1"):
+            y = fma(f32(x @ (w - 8 * (name == "q4_0")).T), f32(case.d[None, :, block]) * xs, y)
+            if name == "q4_1":
+                y = fma(f32(whole) * xs, f32(case.m[None, :, block]), y)
+            continue
+        d, small = f32(case.d[None, :, above]), case.small[:, :, block].astype(np.int64)
+        if name == "q4_K":
+            y = fma(f32((x @ w.T) * small[0]), d * xs, y)
+            y = fma(f32(whole * small[1]), -(f32(case.m[None, :, above]) * xs), y)
+        else:
+            parts = [x[:, half] @ (w[:, half] - 32).T for half in (slice(16), slice(16, 32))]
+            y = fma(f32(parts[0] * small[0] + parts[1] * small[1]), d * xs, y)
+    return y + case.bias
 
 
 # Packing, slow and obvious
@@ -177,9 +195,7 @@ def linear_bf16(x, w, bias, tier="amx", threads=1, beyond=0.0):
     if tier == "amx":
         rows = np.full(tiles.tile_words(m, k), 0x7FC0, np.uint16)
         call(tiers_tile_rows, x.reshape(-1), m, k, rows, threads=threads)
-        nothing = np.zeros(0, np.float32)
-        call(tiers_bf16, rows, nothing, nothing.view(np.int32), m, k, packed, nothing.view(np.int16), 16 * whole, 0, 0,
-             bias, y.reshape(-1), n, tail, room, threads=threads)
+        call(tiers_bf16, rows, m, k, packed, 16 * whole, bias, y.reshape(-1), n, tail, room, threads=threads)
     else:
         rows = np.full(m * (k + k % 2), 0x7FC0, np.uint16)
         call(tiers_round_rows, x.reshape(-1), m, k, rows, threads=threads)
@@ -187,29 +203,56 @@ def linear_bf16(x, w, bias, tier="amx", threads=1, beyond=0.0):
     return y
 
 
-def codes_case(name, m, n, k, seed=0):
-    made = np.random.default_rng(seed)
+HIGHEST = {"q8_0": 127, "q4_0": 15, "q4_1": 15, "q4_K": 15, "q6_K": 63}
+
+
+def codes_case(name, m, n, k, phase=0):
+    """Random codes, the first row and output with the largest; scales of blocks or super-blocks."""
+    made, blocks = np.random.default_rng(k + phase), k // 32
+    w = made.integers(-128 if name == "q8_0" else 0, HIGHEST[name] + 1, (n, k), np.int8)
     x = made.integers(-127, 128, (m, k), np.int8)
-    w = made.integers(-128, 128, (n, k), np.int8) if name == "q8_0" else made.integers(0, 16, (n, k), np.int8)
-    x[0], w[0] = 127, w[0].max()
-    scales = [made.standard_normal((n, k // 32)).astype(np.float16) for _ in range(2)]
-    x_scales = made.random((m, k // 32), np.float32)
-    return SimpleNamespace(name=name, x=x, x_scales=x_scales, w=w, d=scales[0], m=scales[1],
-                           bias=made.standard_normal(n, np.float32))
+    x[0], w[0] = 127, HIGHEST[name]
+    count = -(-(phase + blocks) // 8) if name.endswith("K") else blocks
+    d, minimum = (made.standard_normal((n, count)).astype(np.float16) for _ in range(2))
+    small = made.integers(-128, 128, (2, n, blocks), np.int8) if name == "q6_K" else \
+        made.integers(0, 64, (2, n, blocks), np.uint8)
+    return SimpleNamespace(name=name, phase=phase, x=x, x_scales=made.random((m, blocks), np.float32), w=w, d=d,
+                           m=minimum, small=small, bias=made.standard_normal(n, np.float32))
+
+
+def packed_codes(case):
+    """(codes, scales) as quant/layout.py has them."""
+    k, panels = case.w.shape[1], -(-len(case.w) // 16)
+    if case.name == "q8_0":
+        codes = in_panels(case.w, 4, k)
+    else:
+        codes = in_nibbles(case.w & 15)
+    if case.name == "q6_K":
+        quads = in_panels((case.w >> 4).astype(np.uint8), 4, k).reshape(-1, 2, 4, 64)
+        bits = quads[:, :, 0] | quads[:, :, 1] << 2 | quads[:, :, 2] << 4 | quads[:, :, 3] << 6
+        codes = np.concatenate([codes.reshape(-1, 256), bits.reshape(-1, 128)], 1)
+
+    def halves(*parts):
+        lanes = [in_panels(part.view(np.int16), 1, part.shape[1]).reshape(panels, -1, 1, 16) for part in parts]
+        return np.concatenate(lanes, 2).reshape(panels, -1)
+
+    scales = halves(case.d, case.m) if case.name in ("q4_1", "q4_K") else halves(case.d)
+    if case.name.endswith("K"):
+        small = [in_panels(part, 1, k // 32).reshape(panels, -1, 1, 16) for part in case.small]
+        own = np.concatenate(small, 2).reshape(panels, -1).view(np.int16)
+        scales = np.concatenate([own, scales], 1)
+    return np.ascontiguousarray(codes).reshape(-1), scales.reshape(-1)
 
 
 def linear_codes(case, rows=slice(None), threads=1):
     x, x_scales = np.ascontiguousarray(case.x[rows]), np.ascontiguousarray(case.x_scales[rows])
     (m, k), n = x.shape, len(case.w)
     sums = x.reshape(m, -1, 16).sum(2, dtype=np.int32).reshape(-1)
-    packed = in_panels(case.w, 4, k) if case.name == "q8_0" else in_nibbles(case.w)
-    scales = [in_panels(part.view(np.int16), 1, k // 32).reshape(-1, 1, 16) for part in (case.d, case.m)]
-    w_scales = np.concatenate(scales if case.name == "q4_1" else scales[:1], 1).reshape(-1)
-    panels = -(-n // 16)
     y, tail, room = room_for(m, n, threads)
-    run = {"q8_0": tiers_q8_0, "q4_0": tiers_q4_0, "q4_1": tiers_q4_1}[case.name]
-    call(run, x.reshape(-1), x_scales.reshape(-1), sums, m, k, packed, w_scales, len(packed) // panels,
-         len(w_scales) // panels, 0, case.bias, y.reshape(-1), n, tail, room, threads=threads)
+    run = {"q8_0": tiers_q8_0, "q4_0": tiers_q4_0, "q4_1": tiers_q4_1, "q4_K": tiers_q4_k,
+           "q6_K": tiers_q6_k}[case.name]
+    call(run, x.reshape(-1), x_scales.reshape(-1), sums, m, k, *packed_codes(case), case.phase, case.bias,
+         y.reshape(-1), n, tail, room, threads=threads)
     return y
 
 
@@ -281,27 +324,32 @@ def test_nothing_in_gives_the_bias():
         assert same_bits(y, np.tile(bias, (3, 1)))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1"])
-@pytest.mark.parametrize("n, k", [(16, 32), (83, 96), (40, 1088)])
-def test_codes_have_the_bits_of_their_twin_for_any_rows_and_threads(name, n, k):
-    case = codes_case(name, 40, n, k)
-    expected = naive_codes(name, case.x, case.x_scales, case.w, case.d, case.m, case.bias)
-    for m in ROWS:
-        for threads in (1, 2):
-            assert same_bits(linear_codes(case, slice(m), threads), expected[:m]), (m, threads)
-            assert same_bits(linear_codes(case, slice(40 - m, 40), threads), expected[40 - m:]), (m, threads)
+@pytest.mark.parametrize("name, phases", [("q8_0", (0,)), ("q4_0", (0,)), ("q4_1", (0,)), ("q4_K", (0, 3)),
+                                          ("q6_K", (0, 5))])
+def test_codes_have_the_bits_of_their_twin_for_any_rows_and_threads(name, phases):
+    for phase in phases:
+        for n, k in ((16, 32), (83, 96), (40, 1088)):
+            case = codes_case(name, 40, n, k, phase)
+            expected = naive_codes(case)
+            for m in ROWS:
+                for threads in (1, 2):
+                    where = (phase, n, k, m, threads)
+                    assert same_bits(linear_codes(case, slice(m), threads), expected[:m]), where
+                    assert same_bits(linear_codes(case, slice(40 - m, 40), threads), expected[40 - m:]), where
 
 
-def test_vnni_is_exact_and_does_not_saturate():
-    made = np.random.default_rng(0)
-    codes, x = made.integers(0, 256, (9, 16, 4), np.uint8), made.integers(-128, 128, (9, 4), np.int8)
-    codes[:4], x[0], x[1], x[2:4] = 255, -128, 127, (-128, 127, -128, 127)
-    expected = np.einsum("qlj,qj->l", codes.astype(np.int64), x.astype(np.int64)) + 2**31 - 5
-    sums = np.full(16, 2**31 - 5, np.int32)
-    kinds = (types.uint8[::1], types.int8[::1], types.intp, types.int32[::1])
-    kernel = policy.kernel(tiers_dot_codes, f"tiers_dot_codes_{select.key()}", kinds)
-    kernel(codes.reshape(-1), x.reshape(-1), 9, sums)
-    assert np.array_equal(sums, expected.astype(np.int32))        # wraps round as the instruction does
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_vnni_is_exact_and_does_not_saturate(kind, monkeypatch):
+    made, limits = np.random.default_rng(0), np.iinfo(kind)
+    codes, x = made.integers(limits.min, limits.max + 1, (8, 16, 4), kind), made.integers(-127, 128, (8, 4), np.int8)
+    codes[:2], codes[2:4], x[0], x[1], x[2:4] = limits.max, limits.min, -127, 127, (-127, 127, -127, 127)
+    sums = np.full(16, 77, np.int32)
+    # An entry for each kind: MADE holds the types of the first call.
+    monkeypatch.setitem(globals(), "MADE", {})
+    monkeypatch.setattr(tiers_dot_block, "__name__", f"tiers_dot_block_{np.dtype(kind).name}")
+    call(tiers_dot_block, codes.reshape(-1), x.reshape(-1), int(x.sum(dtype=np.int64)), sums)
+    expected = np.einsum("qlj,qj->l", codes.astype(np.int64), x.astype(np.int64))
+    assert np.array_equal(sums, expected)
 
 
 # The instructions themselves
@@ -343,11 +391,12 @@ def test_bf16_tiles_are_instructions(cpu):
     assert "callq" not in text
 
 
-@pytest.mark.parametrize("name, instruction", [("q8_0", "tdpbssd"), ("q4_0", "tdpbssd"), ("q4_1", "tdpbsud")])
+@pytest.mark.parametrize("name, instruction", [("q8_0", "tdpbssd"), ("q4_0", "tdpbssd"), ("q4_1", "tdpbsud"),
+                                               ("q4_K", "tdpbsud"), ("q6_K", "tdpbssd")])
 def test_tiles_of_codes_are_instructions(name, instruction):
     text = assembly(lambda module: external(amx_codes.codes_function(module, amx_codes.FORMATS[name], emulate=False)))
     assert re.search(rf"\t{instruction}\t", text) and re.search(r"vfmadd\w*ps\t.*%zmm", text)
-    assert "callq" not in text
+    assert "emulated" not in text
 
 
 def test_rows_of_avx512_are_instructions_and_stay_in_registers():

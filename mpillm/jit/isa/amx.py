@@ -27,7 +27,7 @@ TILE, CONFIG_BYTES = 1024, 64
 #: a thread's scratch, bytes from its start, 64-byte aligned: tiles and configuration that an emulation keeps,
 #: the configuration as it is loaded, integer sums (twice four tiles), float32 sums, unpacked codes
 LIVE, CONFIG, SUMS, TOTALS, CODES = 8192, 8256, 8320, 16512, 20608
-SCRATCH = CODES + 4 * 512
+SCRATCH = CODES + 1024
 SUM, ROWS, PANELS = 0, 4, 6
 #: bytes of weights asked for in advance, in each panel
 AHEAD = 4096
@@ -263,7 +263,7 @@ def _emit_bf16(b: ir.IRBuilder, shape: tuple, emulate: bool, fresh: Any, x_0: An
 
 @intrinsic
 def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_sums, row, k, w, w_scales, panel,
-               panel_stride, scale_stride, phase, k_start, k_stop, y, y_offset, y_stride, room, offset):
+               panel_stride, phase, k_start, k_stop, y, y_offset, y_stride, room, offset):
     """y[size_0 + size_1, 16 * panels] (+)= x[row:, k_start:k_stop] @ bf16 panels; as tiles are configured.
 
     size_0 of 1 to 16 rows, size_1 of 0 to 16, then with 16 in size_0; 1 or 2 panels; ``row`` a multiple of 16.
@@ -272,9 +272,9 @@ def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_s
     advance. The arguments without use here are those of codes_block.
     """
     def codegen(context, b, signature, arguments):
-        (size_0, size_1, panels, fresh, ahead, x, _, _, row, k, w, _, panel, panel_stride, _, _, k_start, k_stop, y,
+        (size_0, size_1, panels, fresh, ahead, x, _, _, row, k, w, _, panel, panel_stride, _, k_start, k_stop, y,
          y_offset, y_stride, room, offset) = arguments
-        x, w, y, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (5, 10, 18, 21))
+        x, w, y, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (5, 10, 17, 20))
         row_length = b.and_(b.add(k, I64(31)), I64(-32))
         xs = []
         for above, size in ((row, size_0), (b.add(row, I64(LANES)), size_1)):
@@ -292,5 +292,5 @@ def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_s
         return context.get_dummy_value()
 
     i = types.intp
-    return types.void(i, i, i, i, i, x, x_scales, x_sums, i, i, w, w_scales, i, i, i, i, i, i, y, i, i, room,
+    return types.void(i, i, i, i, i, x, x_scales, x_sums, i, i, w, w_scales, i, i, i, i, i, y, i, i, room,
                       i), codegen

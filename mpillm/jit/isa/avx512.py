@@ -111,6 +111,33 @@ def dot_u8s8(b: ir.IRBuilder, total: Any, codes: Any, four: Any, emulate: bool |
     return v.call(b, "llvm.x86.avx512.vpdpbusd.512", V16I, [total, left, right])
 
 
+class Vnni:
+    """Exact integer products of a row's block of 32 codes with 16 outputs' weights, as the other tiers' classes.
+
+    Signed weights w go in as w + 128, unsigned; 128 times the row's sum is taken off again.
+    """
+
+    lanes = LANES
+
+    def __init__(self, b: ir.IRBuilder, kind: str, x: Any) -> None:
+        """``kind`` is s8 for signed weights; ``x`` the address of 32 codes of type int8 in natural order."""
+        self.b, self.signed, self.x = b, kind == "s8", x
+        self._total: Any = v.constant(V16I, 0)
+
+    def add(self, quad: int, weights: Any) -> None:
+        """Add the products of quad ``quad`` of the row with ``weights`` <64 x i8>."""
+        b = self.b
+        four = v.load(b, I32, v.at(b, self.x, I64(4 * quad), I8), 1)
+        weights = b.xor(weights, v.constant(V64B, 128)) if self.signed else weights
+        self._total = dot_u8s8(b, self._total, weights, four)
+
+    def take(self, offset: int, x_sum: Any) -> Any:
+        """The sum <16 x i32> of (weight - ``offset``) * x since the last call; ``x_sum`` i32 is that of x."""
+        total, self._total = self._total, v.constant(V16I, 0)
+        offset += 128 if self.signed else 0
+        return self.b.add(total, v.splat(self.b, self.b.mul(x_sum, I32(-offset)), V16I)) if offset else total
+
+
 def rows_function(module: ir.Module, emulate: bool) -> ir.Function:
     """The LLVM function of :func:`bf16_rows`; one a module holds all shapes.
 
@@ -186,16 +213,19 @@ def bf16_rows(typingctx, rows, panels, x, x_offset, x_stride, w, w_offset, panel
 
 
 @intrinsic
-def dot_codes(typingctx, codes, x, quads, sums):
-    """sums[16] i32 += unsigned codes u8 [quads][16][4] . x int8 [quads * 4]: VPDPBUSD by itself, for tests."""
+def dot_block(typingctx, codes, x, x_sum, sums):
+    """sums[16] i32 = codes [8][16][4] . x int8 [32], codes int8, or uint8 without the top bit's meaning as a sign.
+
+    ``x_sum`` is the sum of x. ``Vnni`` by itself, for tests.
+    """
+    kind = "s8" if codes.dtype == types.int8 else "u8"
+
     def codegen(context, b, signature, arguments):
         codes, x, sums = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 1, 3))
-        total = cgutils.alloca_once_value(b, v.load(b, V16I, sums, 4))
-        with cgutils.for_range(b, arguments[2]) as loop:
-            word = v.load(b, V64B, v.at(b, codes, b.mul(loop.index, I64(64)), I8), 1)
-            four = v.load(b, I32, v.at(b, x, b.mul(loop.index, I64(4)), I8), 1)
-            b.store(dot_u8s8(b, b.load(total, typ=V16I), word, four), total)
-        v.store(b, b.load(total, typ=V16I), sums, 4)
+        dot = Vnni(b, kind, x)
+        for quad in range(8):
+            dot.add(quad, v.load(b, V64B, v.at(b, codes, I64(64 * quad), I8), 1))
+        v.store(b, dot.take(0, arguments[2]), sums, 4)
         return context.get_dummy_value()
 
-    return types.void(codes, x, types.intp, sums), codegen
+    return types.void(codes, x, types.int32, sums), codegen
