@@ -116,6 +116,8 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
     def tiles_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, phase, bias, y,
                    n, tail, room):
         all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
+        # One block of rows reads each panel once, from end to end.
+        stretch = K_STRETCH if rows > 32 else max(32, k_whole)
         configured = 0                   # rows for which the tiles stand
         for first_row in range(0, rows, ROW_CHUNK):
             chunk = min(ROW_CHUNK, rows - first_row)
@@ -131,8 +133,8 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
                     for m in range(first_row, first_row + chunk):
                         for i in range(16 * panels):
                             target[offset + m * stride + i] = 0
-                for k_start in range(0, k_whole, K_STRETCH):
-                    k_stop = min(k_whole, k_start + K_STRETCH)
+                for k_start in range(0, k_whole, stretch):
+                    k_stop = min(k_whole, k_start + stretch)
                     for full in (1, 0):
                         count = chunk - rest if full else rest
                         if count == 0:

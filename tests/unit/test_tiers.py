@@ -65,6 +65,10 @@ def tiers_dot_block(arguments, threads):
     avx512.dot_block(*arguments)
 
 
+def tiers_configure(arguments, threads):
+    amx.configure(*arguments)
+
+
 KINDS = {np.dtype(kind.name): kind for kind in (types.float32, types.uint16, types.int16, types.int8, types.uint8,
                                                 types.int32)}
 MADE: dict[str, object] = {}
@@ -336,6 +340,26 @@ def test_codes_have_the_bits_of_their_twin_for_any_rows_and_threads(name, phases
                     where = (phase, n, k, m, threads)
                     assert same_bits(linear_codes(case, slice(m), threads), expected[:m]), where
                     assert same_bits(linear_codes(case, slice(40 - m, 40), threads), expected[40 - m:]), where
+
+
+@pytest.mark.parametrize("row_bytes, panel_rows", [(64, 16), (32, 8)])
+def test_configurations_are_those_that_the_instructions_take(row_bytes, panel_rows):
+    """What LDTILECFG and the products fault on, by the manual; the emulation does not."""
+    room = aligned(amx.SCRATCH)
+    for size_0, size_1 in [(rows, 0) for rows in range(1, 17)] + [(16, rows) for rows in range(1, 17)]:
+        room[:] = 0xA5
+        call(tiers_configure, room, 0, size_0, size_1, row_bytes, panel_rows)
+        config = room[amx.CONFIG:amx.CONFIG + 64]
+        columns, rows = config[16:48].view(np.uint16), config[48:]
+        assert config[0] == 1 and not config[1:16].any(), "palette 1, no start row, nothing reserved"
+        assert (columns[:8] <= 64).all() and (rows[:8] <= 16).all() and rows[:8].all() and columns[:8].all()
+        assert not columns[8:].any() and not rows[8:].any(), "there are eight tiles"
+        for r in range(2):
+            for p in range(2):
+                sums, left, right = amx.SUM + 2 * r + p, amx.ROWS + r, amx.PANELS + p
+                assert rows[sums] == rows[left] and columns[sums] == columns[right] == 64
+                assert columns[left] == 4 * rows[right] == row_bytes
+        assert rows[amx.ROWS] == size_0 and rows[amx.ROWS + 1] == (size_1 or 16)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8])
