@@ -14,8 +14,9 @@ usage: mpillm COMMAND ...
 Batch inference of large language models on CPU clusters, over MPI.
 
 commands:
-  run    the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
-  show   a short table of a run's results: mpillm show out.h5
+  run     the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
+  show    a short table of a run's results: mpillm show out.h5
+  doctor  what a run would find on this machine, and what stands in its way
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -33,7 +34,13 @@ def _show(argv: list[str]) -> int:
     return show(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show}
+def _doctor(argv: list[str]) -> int:
+    from mpillm.cli.doctor import doctor
+
+    return doctor(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor}
 
 
 def command(argv: list[str]) -> int:

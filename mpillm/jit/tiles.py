@@ -1,0 +1,183 @@
+"""Linear layers in the tiers amx and avx512, and the activations in the order that they read.
+
+Legend: M rows, N outputs, K inputs; a panel is 16 outputs, a row tile at most 16 rows. All arrays are flat.
+
+One order of additions for every number of rows, of threads and of panels, for each (format, tier):
+  bf16 amx     ascending 32s of K: even and odd k summed apart, each by fma from 0, added, then added to the output
+  bf16 avx512  ascending pairs of K: fma of the odd k, then of the even one
+  codes amx    ascending blocks of 32: the arithmetic of the other tiers
+x is rounded to bf16 (nearest even) for bf16 weights; both instructions take subnormal numbers as 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from mpillm.jit import policy
+from mpillm.jit.isa import amx_codes
+from mpillm.jit.isa.amx import SCRATCH, bf16_block, configure, release
+from mpillm.jit.isa.avx512 import MOST_ROWS, bf16_rows
+from mpillm.jit.isa.generic import store_number
+
+GROUP = 16             # panels whose outputs stay in the second cache while K goes by
+K_STRETCH = 512        # of K: two panels of it stay in the first cache, a chunk of rows in the second
+ROW_CHUNK = 512        # rows that share one pass over the weights
+FEW_PANELS = 4         # panels that a thread of avx512 takes at a time
+
+
+def tile_words(rows: int, k: int) -> int:
+    """Elements of rows x k activations in tile order (:func:`tile_rows_part`)."""
+    return rows * (-(-k // 32) * 32)
+
+
+@policy.helper
+def tile_rows_part(part, parts, x, rows, k, tiles):
+    """x f32 [rows][k] to bf16 [row tile of 16][k tile of 32][rows in it][32], zeros beyond k."""
+    blocks, k_tiles = (rows + 15) // 16, (k + 31) // 32
+    for m in range(part * blocks // parts * 16, min(rows, (part + 1) * blocks // parts * 16)):
+        first = m // 16 * 16
+        size = min(16, rows - first)
+        for t in range(k_tiles):
+            to = first * k_tiles * 32 + (t * size + m - first) * 32
+            start, count = m * k + t * 32, min(32, k - t * 32)
+            for i in range(count):
+                store_number(tiles, to + i, x[start + i])
+            for i in range(count, 32):
+                tiles[to + i] = 0
+
+
+@policy.helper
+def round_rows_part(part, parts, x, rows, k, pairs):
+    """x f32 [rows][k] to bf16 [rows][k made even], a zero beyond an odd k."""
+    stride = (k + 1) // 2 * 2
+    for m in range(part * rows // parts, (part + 1) * rows // parts):
+        for i in range(k):
+            store_number(pairs, m * stride + i, x[m * k + i])
+        if k < stride:
+            pairs[m * stride + k] = 0
+
+
+@policy.helper
+def _finish(y, n, first, panels, rows_from, rows, tail, partial, bias):
+    """Move a partly filled panel from its room to y, and add the bias."""
+    columns = min(16 * panels, n - 16 * first)
+    for m in range(rows_from, rows_from + rows):
+        if partial:
+            for i in range(columns):
+                y[m * n + 16 * first + i] = tail[16 * m + i]
+        if bias.size:
+            for i in range(columns):
+                y[m * n + 16 * first + i] += bias[16 * first + i]
+
+
+@policy.helper
+def bf16_avx512_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail):
+    """A thread's panels; x bf16 from :func:`round_rows_part`, ``tail`` takes the last, partly filled panel."""
+    all_panels, x_stride = (n + 15) // 16, (k + 1) // 2 * 2
+    p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+    stretch = max(2, x_stride) if rows <= MOST_ROWS else K_STRETCH
+    blocks = (rows + MOST_ROWS - 1) // MOST_ROWS
+    while p < stop:
+        panels = min(FEW_PANELS, stop - p)
+        partial = 16 * (p + panels) > n
+        if partial and panels > 1:
+            panels, partial = panels - 1, False
+        target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
+        for m in range(rows):
+            for i in range(16 * panels):
+                target[offset + m * stride + i] = 0
+        for k_start in range(0, x_stride, stretch):
+            pairs = (min(x_stride, k_start + stretch) - k_start) // 2
+            for block in range(blocks):
+                m = block * rows // blocks
+                bf16_rows((block + 1) * rows // blocks - m, panels, x, m * x_stride + k_start, x_stride,
+                          w, p * panel_stride + k_start * 16, panel_stride, pairs, target, offset + m * stride, stride)
+        _finish(y, n, p, panels, 0, rows, tail, partial, bias)
+        p += panels
+
+
+def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
+    """The core of a linear layer over tiles: ``block`` of at most 32 rows and ``wide`` panels, any of the formats."""
+
+    @policy.helper
+    def pass_over(full, leads, x, x_scales, x_sums, first_row, rows, k, w, w_scales, p, panels, panel_stride,
+                  phase, k_start, k_stop, target, offset, stride, room, at):
+        """Blocks of 32 rows, or (``full`` 0) the one block of fewer; ``leads`` when nothing read the weights before."""
+        step = 32 if full else rows
+        for q in range(0, panels, wide):
+            beside = min(wide, panels - q)
+            for row in range(first_row, first_row + rows, step):
+                block(min(16, step), max(0, step - 16), beside, k_start == 0, leads and row == first_row, x, x_scales,
+                      x_sums, row, k, w, w_scales, p + q, panel_stride, phase, k_start, k_stop, target,
+                      offset + row * stride + 16 * q, stride, room, at)
+
+    @policy.helper
+    def tiles_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, phase, bias, y,
+                   n, tail, room):
+        all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
+        # One block of rows reads each panel once, from end to end.
+        stretch = K_STRETCH if rows > 32 else max(32, k_whole)
+        configured = 0                   # rows for which the tiles stand
+        for first_row in range(0, rows, ROW_CHUNK):
+            chunk = min(ROW_CHUNK, rows - first_row)
+            rest = chunk % 32
+            p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+            while p < stop:
+                panels = min(GROUP, stop - p)
+                partial = 16 * (p + panels) > n
+                if partial and panels > 1:
+                    panels, partial = panels - 1, False
+                target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
+                if k == 0:
+                    for m in range(first_row, first_row + chunk):
+                        for i in range(16 * panels):
+                            target[offset + m * stride + i] = 0
+                for k_start in range(0, k_whole, stretch):
+                    k_stop = min(k_whole, k_start + stretch)
+                    for full in (1, 0):
+                        count = chunk - rest if full else rest
+                        if count == 0:
+                            continue
+                        size = 32 if full else rest
+                        if configured != size:
+                            configure(room, at, min(16, size), max(0, size - 16), row_bytes, panel_rows)
+                            configured = size
+                        start = first_row if full else first_row + chunk - rest
+                        pass_over(full, full or chunk == rest, x, x_scales, x_sums, start, count, k, w, w_scales,
+                                  p, panels, panel_stride, phase, k_start, k_stop, target, offset,
+                                  stride, room, at)
+                _finish(y, n, p, panels, first_row, chunk, tail, partial, bias)
+                p += panels
+        if configured:
+            release(room, at)
+
+    return tiles_part
+
+
+@lru_cache(None)
+def tiles_core(name: str) -> Any:
+    """The core of y = x @ w + bias in tier amx, for weights ``name``: bf16, or a format of amx_codes:
+
+    ``core(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room)`` for bf16, x as tile_rows_part makes
+    it, panels of ceil(k / 32) * 32 inputs, those beyond k finite;
+    ``core(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room)`` for codes, as
+    codes_block has them.
+
+    ``bias`` empty if there is none, ``tail`` room for f32 [rows][16], ``room`` uint8 [parts][SCRATCH], 64-byte aligned.
+    """
+    if name == "bf16":
+        inner = _tiles_part(bf16_block, 2, 64, 16)
+
+        @policy.helper
+        def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room):
+            inner(part, parts, x, x, x, rows, k, w, w, panel_stride, 0, bias, y, n, tail, room)
+
+        return bf16_amx_part
+    inner = _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
+
+    @policy.helper
+    def codes_amx_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room):
+        inner(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, 0, phase, bias, y, n, tail, room)
+
+    return codes_amx_part
