@@ -21,8 +21,12 @@ from mpillm.jit import pack as _pack
 from mpillm.jit import pack_blocks as _pack_blocks
 from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
+from mpillm.jit import selftest as _selftest
 from mpillm.jit import tape as _tape
+from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
+from mpillm.jit.isa import select as _select
+from mpillm.jit.isa.amx import SCRATCH as _SCRATCH
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
 from mpillm.quant.layout import FORMATS, LIMIT, PAIR, QUANTISED, WORDS, allocate, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
@@ -34,6 +38,8 @@ _ELEMENTS_PER_THREAD = 16384      # below, starting a second thread costs more t
 
 set_threads = _policy.set_threads
 threads = _policy.threads
+tested_tier, lowest_tier, set_tier = _selftest.tested_tier, _select.lowest, _select.set_tier
+tier = _select.tier
 
 
 def _rows(name: str, x: np.ndarray) -> np.ndarray:
@@ -119,7 +125,7 @@ class Plan:
         self._buffers: dict[tuple, np.ndarray] = {}
         self._heads: Heads | None = None
         self._n_blocks = 0
-        self._room = _NOTHING
+        self._room, self._tiles = _NOTHING, np.zeros(0, np.uint8)
         self._ready = False
 
     def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
@@ -146,14 +152,31 @@ class Plan:
         if w.n == 0:
             return
         shared = (_NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
-        operation = _gemm.linear_operation(w.format)
-        if w.format not in QUANTISED:
-            self.tape.add("linear", operation, x, _NOTHING, rows, w.k, w.data, _NOTHING, w.stride, *shared)
-            return
-        codes = self._array("codes", w.k, np.int8)
-        scales, sums = self._array("scales", w.k // 32, np.float32), self._array("sums", w.k // 16, np.int32)
-        self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
-        self.tape.add("linear", operation, codes, scales, sums, rows, w.k, w.data, w.scales, w.phase, *shared)
+        tier = _select.tier()
+        if w.format in QUANTISED:
+            codes, scales = self._array("codes", w.k, np.int8), self._array("scales", w.k // 32, np.float32)
+            sums = self._array("sums", w.k // 16, np.int32)
+            self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
+            given = (codes, scales, sums, rows, w.k, w.data, w.scales, w.phase, *shared)
+            if tier == "amx":
+                self.tape.add("linear", _tiles.codes_operation(w.format), *given, self._scratch())
+            else:
+                self.tape.add("linear", _gemm.linear_operation(w.format), *given)
+        elif w.format == "bf16" and tier in ("avx512", "amx"):
+            rounded = self._array("bf16", -(-w.k // 32) * 32, np.uint16)
+            convert, linear = _tiles.bf16_operations(tier)
+            self.tape.add("quantise", convert, x, rows, w.k, rounded)
+            given = (rounded, rows, w.k, w.data, w.stride, *shared)
+            self.tape.add("linear", linear, *given, *((self._scratch(),) if tier == "amx" else ()))
+        else:
+            self.tape.add("linear", _gemm.linear_operation(w.format), x, _NOTHING, rows, w.k, w.data, _NOTHING,
+                          w.stride, *shared)
+
+    def _scratch(self) -> np.ndarray:
+        """Room of each thread for tiles."""
+        if self._tiles.size == 0:
+            self._tiles = allocate(_policy.threads() * _SCRATCH, np.uint8)
+        return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
         return self._buffers.setdefault((name, n, dtype), np.zeros((self.capacity, n), dtype))
@@ -401,7 +424,7 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     _check_kv(kv_type)
     _tape.warm_up()
     for name in weight_formats:
-        _gemm.linear_operation(name)
+        _warm_up_linear(name)
         if name in QUANTISED:
             _gemm.quantise_operation(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
             _pack_blocks.encode_kernel()
@@ -415,6 +438,13 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         _sampling.sampling_kernel(sampling)
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "Heads", "LayerCache", "QUANTISED", "PackedMatrix", "Packer", "Plan", "Rows",
-           "WANTED", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
-           "log_sum_exp_parts", "lookup", "packed_nbytes", "set_threads", "threads", "top_k", "warm_up"]
+def _warm_up_linear(name: str) -> None:
+    plan = Plan(1)
+    packed = PackedMatrix(name, 16, 32, *(np.zeros(0, kind) for kind in (WORDS[name], np.int16)))
+    plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
+
+
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "Heads", "LayerCache", "PackedMatrix", "Packer",
+           "Plan", "Rows", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise",
+           "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "set_threads", "set_tier",
+           "tested_tier", "threads", "tier", "top_k", "warm_up"]

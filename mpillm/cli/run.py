@@ -174,6 +174,8 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     """One rank a node compiles, or loads, what the run needs; the others wait and find it in the cache."""
     began = time.perf_counter()
     formats = registry.formats(model, weights, settings.weights)
+    kernels.set_tier(kernels.lowest_tier(world.allgather(world.agree_all(kernels.tested_tier))))
+    LOG.info("instructions: %s", kernels.tier())
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     if world.node_rank == 0:
         kernels.warm_up(formats, settings.kv_type)
@@ -375,6 +377,7 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
     """Root attributes of the HDF5 output: what the results depend on."""
     layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives}
+    layout["instructions"] = kernels.tier()
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
              "kv_type": settings.kv_type}
     return {"mpillm_version": __version__, "config": settings.to_json(), "layout": json.dumps(layout),

@@ -15,7 +15,7 @@ from mpillm.jit import policy
 from mpillm.jit.isa import quantised
 from mpillm.jit.isa.generic import MOST_ROWS, rows_by_panels
 from mpillm.jit.isa.quantised import blocks_by_panels, quantise_row
-from mpillm.jit.isa.select import tier
+from mpillm.jit.isa.select import key
 from mpillm.jit.tape import Operation
 
 GROUP = 4              # panels that a thread takes at a time
@@ -81,7 +81,7 @@ def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, b
 
 
 @policy.helper
-def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail):
+def quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail):
     """The same for quantised formats."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
@@ -127,7 +127,7 @@ def linear_operation(name: str) -> Operation:
     """
     w = reads(ELEMENTS[name])
     if name in quantised.SHAPES:
-        return Operation(_quantised_part, f"linear_{name}_{tier()}", (
+        return Operation(quantised_part, f"linear_{name}_{key()}", (
             reads(types.int8), VECTOR, reads(types.int32), INT, INT, w, reads(types.int16), INT, VECTOR, F32_1, INT,
             F32_1))
     return Operation(_linear_part, f"linear_{name}", (

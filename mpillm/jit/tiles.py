@@ -14,11 +14,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from numba import types
+
 from mpillm.jit import policy
-from mpillm.jit.isa import amx_codes
+from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, quantised_part, reads
+from mpillm.jit.isa import amx_codes, select
 from mpillm.jit.isa.amx import SCRATCH, bf16_block, configure, release
 from mpillm.jit.isa.avx512 import MOST_ROWS, bf16_rows
 from mpillm.jit.isa.generic import store_number
+from mpillm.jit.tape import Operation
 
 GROUP = 16             # panels whose outputs stay in the second cache while K goes by
 K_STRETCH = 512        # of K: two panels of it stay in the first cache, a chunk of rows in the second
@@ -181,3 +185,36 @@ def tiles_core(name: str) -> Any:
         inner(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, 0, phase, bias, y, n, tail, room)
 
     return codes_amx_part
+
+
+FEW_ROWS = 8           # of quantised activations: up to here VPDPBUSD is quicker than tiles
+_WORDS, _PLACES = types.uint16[::1], (VECTOR, F32_1, INT, F32_1)
+
+
+@lru_cache(None)
+def bf16_operations(tier: str) -> tuple[Operation, Operation]:
+    """(activations to bf16, linear layer) of bf16 weights in tier avx512 or amx."""
+    given = (reads(types.uint16), INT, INT, reads(types.uint16), INT, *_PLACES)
+    key = select.key()
+    if tier == "avx512":
+        return (Operation(round_rows_part, "round_rows", (VECTOR, INT, INT, _WORDS)),
+                Operation(bf16_avx512_part, f"linear_bf16_{key}", given))
+    return (Operation(tile_rows_part, "tile_rows", (VECTOR, INT, INT, _WORDS)),
+            Operation(tiles_core("bf16"), f"linear_bf16_{key}", (*given, types.uint8[::1])))
+
+
+@lru_cache(None)
+def codes_operation(name: str) -> Operation:
+    """A linear layer of quantised weights in tier amx."""
+    many = tiles_core(name)
+
+    @policy.helper
+    def codes_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room):
+        if rows <= FEW_ROWS:
+            quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail)
+        else:
+            many(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room)
+
+    return Operation(codes_part, f"linear_{name}_{select.key()}", (
+        reads(types.int8), VECTOR, reads(types.int32), INT, INT, reads(ELEMENTS[name]), reads(types.int16), INT,
+        *_PLACES, types.uint8[::1]))

@@ -8,7 +8,7 @@ format    data                                            rounding
 ========  ==============================================  ===============================================
 f32       [P, K, L] float32                               none
 f16       [P, K, L] float16, as int16 words               nearest even
-bf16      [P, ceil(K/2), L, 2] as uint16 words            nearest even; the last half is 0 for odd K
+bf16      [P, K'/2, L, 2] as uint16 words                 nearest even; zeros from K to K', a multiple of 32
 q8_0      [P, B, 8, L, 4] int8                            ggml's: d = max/127 in f16, q = round(x/d)
 q4_0      [P, B, 4, L, 4] nibbles                         ggml's: d = (value of most size)/-8, codes + 8
 q4_1      as q4_0                                         ggml's: d = (max - min)/15, minimum m
@@ -48,6 +48,8 @@ WORDS: dict[str, Any] = {"f32": np.float32, "bf16": np.uint16, "f16": np.int16, 
                          "q4_1": np.int32, "q4_K": np.uint32, "q6_K": np.int64}
 #: values k that stand together in a panel
 PAIR = {"f32": 1, "f16": 1, "bf16": 2}
+#: a panel holds a multiple of so many inputs, zeros beyond K: whole tiles of AMX for bf16
+MULTIPLE = {"f32": 1, "f16": 1, "bf16": 32}
 #: the smallest size that rounds to infinity
 LIMIT = {"f32": np.float32(np.inf), "f16": np.float32(65520.0), "bf16": np.float32(3.3961775e38)}
 _HUGE = 2 << 20
@@ -70,7 +72,7 @@ def panel_stride(name: str, k: int) -> int:
     """Elements of one panel's data."""
     if name in QUANTISED:
         return k // QUANT_BLOCK * SHAPES[name].codes // np.dtype(WORDS[name]).itemsize
-    return -(-k // PAIR[name]) * PAIR[name] * PANEL
+    return -(-k // MULTIPLE[name]) * MULTIPLE[name] * PANEL
 
 
 def stored_per(name: str) -> int:

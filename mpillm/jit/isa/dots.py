@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mpillm.jit.isa import vector as v
+from mpillm.jit.isa.avx512 import Vnni
 from mpillm.jit.isa.vector import I8, I16, I32, I64
 
 #: kinds of codes (s8: -128 ... 127, u6: 0 ... 63, u4: 0 ... 15) -> quads whose sums of two products each
@@ -111,4 +112,5 @@ class Avx2(_Pairs):
         return v.call(self.b, "llvm.x86.avx2.pmadd.wd", self.totals, [words, v.constant(self.words, 1)])
 
 
-DOTS: dict[str, type[_Pairs]] = {"generic": Generic, "avx2": Avx2}
+#: by tier; where amx has few rows it takes the instructions of avx512
+DOTS: dict[str, type[_Pairs] | type[Vnni]] = {"generic": Generic, "avx2": Avx2, "avx512": Vnni, "amx": Vnni}
