@@ -15,6 +15,7 @@ import numpy as np
 from mpillm.errors import UsageError
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
+from mpillm.jit import exchange as _exchange
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
 from mpillm.jit import policy as _policy
@@ -297,6 +298,7 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         _elementwise.elementwise_kernel(elementwise)
     for sampling in _sampling.SIGNATURES:
         _sampling.sampling_kernel(sampling)
+    _exchange.warm_up()
 
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "PackedMatrix", "Packer", "add_in_place", "allocate_cache",

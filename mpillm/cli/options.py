@@ -71,9 +71,14 @@ def parser() -> argparse.ArgumentParser:
     split.add_argument("--kv-mode", choices=config.KV_MODES,
                        help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
                             "exchanged (allgather)")
-    split.add_argument("--collectives", choices=config.COLLECTIVES,
-                       help="sums over ranks in rank order (ordered, default) or by MPI_Allreduce (mpi), whose "
-                            "order varies")
+    split.add_argument("--collectives", choices=(*config.COLLECTIVES, "ordered"), metavar="{shm,mpi}",
+                       help="sums over ranks in rank order, through shared memory inside a node (shm, default), or by "
+                            "MPI_Allreduce (mpi), whose order varies")
+    split.add_argument("--wire", choices=config.WIRES,
+                       help="type of the parts of sums between nodes (default f32, exact); it rounds every rank's "
+                            "part once a replica spans nodes")
+    split.add_argument("--exchange-timeout", type=float, metavar="S",
+                       help="seconds to wait for a rank in shared memory before the run ends (default 600)")
     split.add_argument("--threads-per-rank", type=int, metavar="N",
                        help="threads of each rank (default: the cores that it was given)")
     split.add_argument("--no-pin", dest="pin", action="store_false",

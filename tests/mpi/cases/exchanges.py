@@ -42,7 +42,7 @@ def sums(replica) -> None:
         x = parts[replica.rank].copy()
         replica.all_reduce(x)
         expected = in_rank_order(parts)
-        if replica.mode == "ordered":
+        if replica.mode == "shm":
             assert bits(x) == bits(expected), f"{size} values over {replica.tp} ranks"
         else:
             bound = np.abs(parts.astype(np.float64)).sum(0) * replica.tp * 2.0 ** -23
