@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpillm.machine.nodes import TwoLevels
-from mpillm.machine.segment import LANES_LIMIT, TIMEOUT, Segment, add_in_order, shares, supported
+from mpillm.machine.segment import FOLDER, LANES_LIMIT, TIMEOUT, Segment, add_in_order, shares, supported
 from mpillm.quant import wire as formats
 
 LOG = logging.getLogger("mpillm.exchange")
@@ -88,18 +88,18 @@ class Group:
         if node.Get_size() == 1:
             made = Segment.alone(means.lanes)
         elif node.Get_rank() == 0 and not supported():
-            problem = "no /dev/shm"
+            problem = f"no {FOLDER}"
         elif node.Get_rank() == 0:
             try:
                 made, path = Segment.create(node.Get_size(), means.lanes, means.crowded)
             except OSError as error:
-                problem = str(error)
+                problem = f"{FOLDER}: {error.strerror}"
         path = node.bcast(path)
         if path is not None and node.Get_rank():
             try:
                 made = Segment.attach(path, node.Get_size(), node.Get_rank(), means.lanes, means.crowded)
             except OSError as error:
-                problem = str(error)
+                problem = f"{FOLDER}: {error.strerror}"
         everybody = self._all(made is not None)
         if path is not None and node.Get_rank() == 0:
             os.unlink(path)

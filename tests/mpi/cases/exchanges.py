@@ -265,8 +265,9 @@ def run(argv: list[str] | None) -> int:
     objects(world)
     placed(world)
     full = "full" in (argv or ())
-    if full:                                    # a segment of more bytes than there are
-        segment.segment_nbytes = lambda ranks, lanes, slot: 1 << 60
+    if full:                                    # more bytes are asked for than there are
+        reserve = os.posix_fallocate
+        segment.os.posix_fallocate = lambda descriptor, begin, n: reserve(descriptor, begin, 1 << 60)
     for shared in (False,) if full else (True, False):
         replica = world.split(world.size, 1, shared=shared or full)
         assert (replica.tp, replica.dp, replica.index, replica.rank) == (world.size, 1, 0, world.rank)
