@@ -186,12 +186,12 @@ class Segment:
             k_out.shape[1], rows, min(self._threads(), max(rows, 1)))
         self.check()
 
-    def time_reduce(self, n: int, repeats: int) -> np.ndarray:
-        """Seconds of each of ``repeats`` reduce_rows of one row of n values, norm included, back to back."""
-        x, y = np.zeros((2, 1, n), np.float32)
+    def time_reduce(self, rows: int, n: int, repeats: int) -> np.ndarray:
+        """Seconds of each of ``repeats`` reduce_rows of [rows, n], residual and norm included, back to back."""
+        x, y = np.zeros((2, rows, n), np.float32)
         ones, times = np.ones(n, np.float32), np.zeros(repeats, np.int64)
         exchange_kernel(exchange.time_reduce_rows)(*self.arguments, y, x, NOTHING, ones, np.empty_like(x), 1e-5,
-                                                   times, 1)
+                                                   times, min(self._threads(), rows))
         self.check()
         return times * 1e-9
 

@@ -191,7 +191,7 @@ def test_one_rank_alone_sums_its_own_parts():
 
 
 def test_calls_can_be_timed(tmp_path):
-    times = together(tmp_path, 2, 1, lambda memory, rank: memory.time_reduce(576, 50))
+    times = together(tmp_path, 2, 1, lambda memory, rank: memory.time_reduce(3, 576, 50))
     assert all(t.shape == (50,) and (t > 0).all() for t in times)
 
 
