@@ -91,7 +91,7 @@ class Segment:
         self.names: Sequence[str] = [f"rank {i}" for i in range(ranks)]
         flags = ranks * lanes * LINE
         self._flags, self._slots = memory[:flags].view(np.int64), memory[flags:].view(np.float32)
-        self._state = np.zeros(exchange.HEADER + exchange.LINE * lanes, np.int64)
+        self._state = _aligned_words(exchange.HEADER + exchange.LINE * lanes)
         for place, value in ((exchange.RANKS, ranks), (exchange.RANK, rank), (exchange.LANES, lanes),
                              (exchange.SLOT, self.slot_nbytes // 4), (exchange.SPINS, 0 if crowded else SPINS),
                              (exchange.YIELDS, CROWDED_YIELDS if crowded else YIELDS)):
@@ -207,6 +207,13 @@ class Segment:
         """Say that this rank has written, and wait until all have."""
         exchange_kernel(exchange.run_meet)(self._flags, self._state, exchange.ALL_REDUCE)
         self.check()
+
+
+def _aligned_words(n: int) -> np.ndarray:
+    """n zeros int64 from the start of a cache line on: threads write to neighbouring lines."""
+    words = np.zeros(n + LINE // 8, np.int64)
+    first = -words.ctypes.data % LINE // 8
+    return words[first:first + n]
 
 
 def _mapped(descriptor: int, ranks: int, lanes: int) -> np.ndarray:

@@ -62,6 +62,13 @@ def test_without_room_in_shared_memory():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no second thread")
+def test_exchanges_of_two_threads():
+    done = launch(4, "exchanges.py", "lanes")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all exchanges are right") == 1
+
+
 @pytest.mark.parametrize("ranks, nodes", [(2, "2"), (3, "2"), (5, "2"), (5, "3"), (6, "0,1,0,0,2,1")])
 def test_over_nodes(ranks, nodes):
     """Even and uneven nodes, and ranks dealt out in turns."""

@@ -225,4 +225,6 @@ def test_the_segment_and_the_kernels_mean_the_same_places():
     assert policy.threads() >= 1 and exchange.DOINGS[exchange.ALL_REDUCE] == "an all-reduce"
     assert len({exchange.STATUS, exchange.MISSING, exchange.LANE, exchange.DOING, exchange.RANKS, exchange.RANK,
                 exchange.LANES, exchange.SLOT, exchange.SPINS, exchange.YIELDS, exchange.DEADLINE}) == 11
+    words = segment.Segment.alone(3).arguments[2]
+    assert words.ctypes.data % segment.LINE == 0 and words.size == exchange.HEADER + 3 * exchange.LINE
     assert exchange.DEADLINE < exchange.HEADER and segment.LINE == 8 * exchange.LINE

@@ -252,10 +252,21 @@ def over_nodes(world, nodes: str) -> None:
 def run(argv: list[str] | None) -> int:
     world = collectives.start()
     assert collectives.start() is world is collectives.current()
+    if argv and argv[0] == "lanes":
+        kernels.set_threads(2)                  # before the first kernel
     for turn in (0, 1):                         # one rank compiles, the others find it in the cache
         if (world.node_rank > 0) == turn:
             warm_up()
         world.barrier_quiet()
+    if argv and argv[0] == "lanes":             # two threads a rank: each exchanges its own rows
+        world._threads, world.crowded = 2, True
+        replica = world.split(world.size, 1)
+        assert replica._group.segment.lanes == 2
+        sums(replica), fused(replica), long_sum(replica), small_arrays(replica)
+        kv_exchange(replica, 9, 3, 64, 300)
+        if world.rank == 0:
+            print("all exchanges are right")
+        return 0
     if argv and argv[0] == "nodes":
         over_nodes(world, argv[1])
         if world.rank == 0:
