@@ -2,12 +2,13 @@
 
 Sums over ranks run in rank order, ((p0 + p1) + p2) + ..., whatever the message's size and whichever way it
 goes, so that results do not depend on an MPI library's choice of algorithm. Inside a node the parts go
-through shared memory (machine/segment.py), across nodes through MPI.
+through shared memory (machine/segment.py, jit/exchange.py), across nodes through MPI (machine/nodes.py).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import time
@@ -18,15 +19,16 @@ import numpy as np
 
 from mpillm.errors import MpillmError, UsageError
 from mpillm.machine import affinity, launch, topology
-from mpillm.machine.segment import Segment, add_in_order, drop_library_segments, shares, supported
+from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
+from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
 from mpillm.partition import Partition, Span, row_exchange
 
 T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
-PIECE = 1 << 24                 # bytes of one summed message: bounds the scratch memory
-GATHERED_LIMIT = 1 << 18        # bytes of all ranks' parts: up to here one all-gather beats slices (measured)
 FAREWELL = 0.25                 # seconds before an abort: launchers forward last words late, or drop them
-MODES = ("ordered", "mpi")
+MODES = ("shm", "mpi")
+FAKE_NODES = "MPILLM_FAKE_NODES"   # for tests: exchange as if the ranks were on so many nodes, or on those listed
+LOG = logging.getLogger("mpillm.exchange")
 
 
 class World:
@@ -42,7 +44,9 @@ class World:
         self.node_rank, self.node_size = self._node_comm.Get_rank(), self._node_comm.Get_size()
         self.node = self._node_comm.bcast(self.rank)      # a node is named by its lowest rank
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
-        self.crowded = self.node_size > len(set().union(*masks))
+        self._cores = len(set().union(*masks))
+        self._threads, self.crowded = 1, self.node_size > self._cores
+        self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """``obj`` of ``root`` on every rank (pickled, of any size)."""
@@ -76,13 +80,13 @@ class World:
 
     def _send(self, data: np.ndarray, to: int) -> None:
         self._comm.Send(np.array([data.size], np.int64), to)
-        _send_pieces(self._comm, data, to, self._chunk)
+        send_pieces(self._comm, data, to, self._chunk)
 
     def _receive(self, source: int) -> np.ndarray:
         length = np.empty(1, np.int64)
         self._comm.Recv(length, source)
         data = np.empty(int(length[0]), np.uint8)
-        _receive_pieces(self._comm, data, source, self._chunk)
+        receive_pieces(self._comm, data, source, self._chunk)
         return data
 
     def barrier_quiet(self) -> None:
@@ -156,28 +160,49 @@ class World:
                 affinity.pin(place.cpus)
             except OSError as error:
                 warnings += (f"rank {self.rank} could not be pinned to CPUs {place.cpus}: {error.strerror}",)
+        self._threads = place.threads
+        self.crowded = sum(self._node_comm.allgather(place.threads)) > self._cores
         row = affinity.table_row(self.rank, self.host, place)
         rows, lines = zip(*self.allgather((row, warnings)), strict=True)
         return affinity.Placement(place.threads, place.cpus, place.domains, list(rows),
                                   list(dict.fromkeys(line for part in lines for line in part)))
 
-    def split(self, layout_tp: int, dp: int, mode: str = "ordered", shared: bool = True) -> Replica | None:
+    def split(self, layout_tp: int, dp: int, mode: str = "shm", shared: bool = True, wire: str = "f32",
+              timeout: float = TIMEOUT) -> Replica | None:
         """This rank's replica of ``layout_tp`` consecutive ranks; None beyond ``layout_tp * dp`` ranks.
 
-        ``mode``: 'ordered' sums in rank order, 'mpi' leaves the order to MPI_Allreduce. ``shared`` False
-        keeps to MPI inside a node. All ranks must call it.
+        ``mode``: 'shm' sums in rank order, by shared memory where there is some; 'mpi' leaves the order to
+        MPI_Allreduce. ``shared`` False keeps to MPI inside a node. ``wire``: the type of parts between nodes,
+        see machine/nodes.py; it counts for all replicas if one of them spans nodes, so that all have the same
+        arithmetic. ``timeout``: seconds that an exchange in shared memory waits for a rank. All ranks must call
+        it, after ``place`` if they want to exchange with several threads.
         """
         if mode not in MODES:
             raise UsageError(f"--collectives {mode}: use one of {', '.join(MODES)}")
         if layout_tp < 1 or dp < 1 or layout_tp * dp > self.size:
             raise UsageError(f"{dp} x {layout_tp} ranks are wanted, the job has {self.size}")
         index, rank = divmod(self.rank, layout_tp)
-        member = index < dp
+        node, member = self._exchange_node(), index < dp
+        nodes = self._comm.allgather(node)
+        spans = any(len(set(nodes[i * layout_tp:(i + 1) * layout_tp])) > 1 for i in range(dp))
+        self.wire = wire if spans and mode == "shm" else "f32"
         comm = self._comm.Split(index if member else self._mpi.UNDEFINED, self.rank)
         if not member:
             return None
         assert comm.Get_rank() == rank, "MPI ordered the replica's ranks in another way"
-        return Replica(_Group(self._mpi, comm, self.crowded, shared, self._chunk), layout_tp, dp, index, mode)
+        means = Means(node, f"rank {self.rank} (host {self.host})", self.crowded, self._chunk, shared,
+                      self._threads, timeout, self.wire)
+        if mode == "mpi" and self.rank == 0:
+            LOG.info("sums over ranks by MPI_Allreduce: their order is MPI's choice, and last bits may vary")
+        return Replica(Group(self._mpi, comm, means), layout_tp, dp, index, mode)
+
+    def _exchange_node(self) -> int:
+        """The node of this rank, as far as exchanges are concerned."""
+        fake = os.environ.get(FAKE_NODES)
+        if not fake:
+            return self.node
+        listed = [int(node) for node in fake.split(",")]
+        return listed[self.rank % len(listed)] if len(listed) > 1 else self.rank * listed[0] // self.size
 
 
 _world: World | None = None     # MPI can be started once per process
@@ -209,156 +234,97 @@ def _pickled(obj: Any) -> np.ndarray:
     return np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
 
 
-def _send_pieces(comm: Any, data: np.ndarray, to: int, chunk: int) -> None:
-    for begin in range(0, data.size, chunk):
-        comm.Send(data[begin:begin + chunk], to)
-
-
-def _receive_pieces(comm: Any, data: np.ndarray, source: int, chunk: int) -> None:
-    for begin in range(0, data.size, chunk):
-        comm.Recv(data[begin:begin + chunk], source)
-
-
-class _Group:
-    """Some ranks that exchange arrays step by step: shared memory when they are one node, MPI otherwise."""
-
-    def __init__(self, mpi: Any, comm: Any, crowded: bool, shared: bool, chunk: int) -> None:
-        self.mpi, self.comm, self.crowded, self.shared, self.chunk = mpi, comm, crowded, shared, chunk
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._scratch = np.empty(0, np.float32)
-        self.segment = self._make_segment() if shared and self.size > 1 else None
-
-    def _all(self, yes: bool) -> bool:
-        return bool(self.comm.allreduce(int(yes), self.mpi.MIN))
-
-    def _make_segment(self) -> Segment | None:
-        """A segment of all ranks, or None on all: several nodes, no room in /dev/shm, no common /dev/shm."""
-        node = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-        one_node = node.Get_size() == self.size
-        node.Free()
-        if not self._all(one_node and supported()):
-            return None
-        made, path = None, None
-        if self.rank == 0:
-            try:
-                made, path = Segment.create(self.size, self.crowded)
-            except OSError:
-                path = None
-        path = self.comm.bcast(path)
-        if path is not None and self.rank:
-            try:
-                made = Segment.attach(path, self.size, self.rank, self.crowded)
-            except OSError:
-                made = None
-        everybody = self._all(made is not None)
-        if path is not None and self.rank == 0:
-            os.unlink(path)
-        return made if everybody else None
-
-    def subgroup(self, color: int, key: int) -> _Group:
-        return _Group(self.mpi, self.comm.Split(color, key), self.crowded, self.shared, self.chunk)
-
-    def scratch(self, n: int) -> np.ndarray:
-        """n float32 to receive into, reused from call to call."""
-        if self._scratch.size < n:
-            self._scratch = np.empty(n, np.float32)
-        return self._scratch[:n]
-
-    def all_reduce(self, flat: np.ndarray) -> None:
-        """Sum ``flat`` (float32, 1-D, contiguous) over the ranks in rank order, in place."""
-        if self.segment:
-            self.segment.all_reduce(flat)
-            return
-        for begin in range(0, flat.size, PIECE // 4):
-            self._reduce_mpi(flat[begin:begin + PIECE // 4])
-
-    def _reduce_mpi(self, x: np.ndarray) -> None:
-        if self.size <= 3 or self.size * x.nbytes <= GATHERED_LIMIT:
-            parts = self.scratch(self.size * x.size).reshape(self.size, x.size)
-            self.comm.Allgather(x, parts)
-            add_in_order(parts, x)
-            return
-        counts, offsets = shares(x.size, self.size)
-        n = counts[self.rank]
-        room = self.scratch((self.size + 1) * n).reshape(self.size + 1, n)
-        self.comm.Alltoallv([x, (counts, offsets)],
-                            [room[:self.size], ([n] * self.size, [i * n for i in range(self.size)])])
-        add_in_order(room[:self.size], room[self.size])
-        self.comm.Allgatherv(room[self.size], [x, (counts, offsets)])
-
-    def all_reduce_mpi(self, flat: np.ndarray) -> None:
-        for begin in range(0, flat.size, self.chunk // 4):
-            self.comm.Allreduce(self.mpi.IN_PLACE, flat[begin:begin + self.chunk // 4])
-
-    def gather(self, data: np.ndarray) -> np.ndarray | None:
-        """Every rank's bytes (uint8, the same number on all) as [ranks, n] on rank 0; None elsewhere."""
-        if self.segment and data.size <= self.segment.slot_nbytes:
-            return self.segment.gather(data)
-        parts = np.empty((self.size, data.size), np.uint8) if self.rank == 0 else None
-        if self.size * data.size <= self.chunk:
-            self.comm.Gather(data, parts)
-        elif self.rank:
-            _send_pieces(self.comm, data, 0, self.chunk)
-        else:
-            assert parts is not None, "rank 0 receives"
-            parts[0] = data
-            for source in range(1, self.size):
-                _receive_pieces(self.comm, parts[source], source, self.chunk)
-        return parts
-
-    def bcast(self, data: np.ndarray) -> None:
-        """Rank 0's bytes (uint8, 1-D) into every rank's, in place."""
-        if self.segment and data.size <= self.segment.slot_nbytes:
-            self.segment.bcast(data)
-            return
-        for begin in range(0, data.size, self.chunk):
-            self.comm.Bcast(data[begin:begin + self.chunk])
-
-    @property
-    def waited(self) -> float:
-        return self.segment.waited if self.segment else 0.0
-
-
 class Replica:
     """The ranks of one copy of the model: ``rank`` of ``tp``; copy ``index`` of ``dp``.
 
-    ``seconds`` adds up the time spent in its exchanges (the KV exchange included) until the caller resets it.
+    ``seconds`` adds up the time spent in its exchanges, a tape's and the KV exchange included, until the caller
+    sets it to 0. Exchanges raise ExchangeError when a rank does not come before the deadline.
     """
 
-    def __init__(self, group: _Group, tp: int, dp: int, index: int, mode: str) -> None:
+    def __init__(self, group: Group, tp: int, dp: int, index: int, mode: str) -> None:
         self._group, self.tp, self.dp, self.index, self.mode = group, tp, dp, index, mode
         self.rank, self.is_root = group.rank, group.rank == 0
-        self.seconds = 0.0
+        self._alone = Segment.alone(group.means.lanes)
+        self._groups = [group]
+        self._seconds = 0.0                    # in messages and in Python; kernels count for themselves
+        self._reset = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + self._spent() - self._reset
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self._seconds, self._reset = value, self._spent()
+
+    def _spent(self) -> float:
+        return sum(group.segment.spent for group in self._groups if group.segment)
 
     @property
     def shared_memory(self) -> bool:
-        """Whether exchanges go through shared memory."""
+        """Whether all exchanges go through shared memory."""
         return self._group.segment is not None
 
     @property
     def waited(self) -> float:
         """Seconds since the start spent waiting for other ranks in shared memory; always 0.0 over MPI."""
-        return self._group.waited
+        return sum(group.waited for group in self._groups)
+
+    def exchange_arguments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """(flags int64, slots float32, state int64), 1-D, for the cores of jit/exchange.py; after them ``check``.
+
+        None when a sum needs messages: then ``reduce_rows`` and ``all_reduce`` are to be called instead.
+        """
+        if self.tp == 1:
+            return self._alone.arguments
+        fused = self._group.fused if self.mode == "shm" else None
+        return None if fused is None else fused.arguments
+
+    def check(self) -> None:
+        """ExchangeError if an exchange in shared memory, of a tape too, gave up waiting for a rank."""
+        for group in self._groups:
+            group.check()
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Sum float32 ``x`` (C-contiguous, the same shape on all) over the replica's ranks, in place."""
         if self.tp == 1 or x.size == 0:
             return
         assert x.dtype == np.float32 and x.flags.c_contiguous, f"all_reduce of {x.dtype}, strides {x.strides}"
-        began = time.perf_counter()
-        flat = x.reshape(-1)
+        began, before = time.perf_counter(), self._spent()
         if self.mode == "mpi":
-            self._group.all_reduce_mpi(flat)
+            self._group.all_reduce_mpi(x.reshape(-1))
         else:
-            self._group.all_reduce(flat)
-        self.seconds += time.perf_counter() - began
+            self._group.all_reduce(x.reshape(-1, x.shape[-1]))
+        self._account(began, before)
+
+    def _account(self, began: float, before: float) -> None:
+        """Add what passed since ``began`` and was not counted by the kernels themselves."""
+        self._seconds += time.perf_counter() - began - (self._spent() - before)
+
+    def reduce_rows(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None, weight: np.ndarray | None,
+                    normed: np.ndarray, eps: float) -> None:
+        """x += (y summed over the ranks) + bias; normed = rms_norm(x) * weight, unless ``weight`` is None.
+
+        y, x, normed float32 [M, n], contiguous; bias, weight [n]. y is not needed afterwards: it may be changed.
+        """
+        if x.size == 0:
+            return
+        fused = self._group.fused if self.mode == "shm" else None
+        began, before = time.perf_counter(), self._spent()
+        if fused is None:
+            self.all_reduce(y)
+        segment = self._alone if fused is None else fused
+        segment.reduce_rows(y, x, NOTHING if bias is None else bias, NOTHING if weight is None else weight,
+                            normed, eps)
+        if fused is not None:
+            self._account(began, before)
 
     def gather(self, array: np.ndarray) -> list[np.ndarray] | None:
         """Every rank's ``array`` (same shape and dtype on all) in rank order on the root; None elsewhere."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._spent()
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         parts = data.reshape(1, -1).copy() if self.tp == 1 else self._group.gather(data)
-        self.seconds += time.perf_counter() - began
+        self._account(began, before)
         return None if parts is None else [part.view(array.dtype).reshape(array.shape) for part in parts]
 
     def bcast(self, array: np.ndarray) -> None:
@@ -366,9 +332,9 @@ class Replica:
         if self.tp == 1 or array.size == 0:
             return
         assert array.flags.c_contiguous, f"bcast into an array with strides {array.strides}"
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._spent()
         self._group.bcast(array.reshape(-1).view(np.uint8))
-        self.seconds += time.perf_counter() - began
+        self._account(began, before)
 
     def row(self, partition: Partition) -> KVExchange | None:
         """The planned exchange of K and V in this rank's KV row; None where nothing is exchanged.
@@ -381,13 +347,36 @@ class Replica:
         return KVExchange(self, partition)
 
 
+def measure_all_reduce(replica: Replica, nbytes: int, repeats: int = 1000) -> float:
+    """Median seconds of a sum of ``nbytes`` bytes of float32 over the replica's ranks, which must all call this.
+
+    In shared memory one after the other inside one kernel, in rows of at most 16 KiB, with the residual and the
+    norm, as a decode step does it; otherwise ``all_reduce`` as Python calls it. On more than one rank.
+    """
+    elements = max(nbytes // 4, 1)
+    n = min(elements, 4096)
+    segment = replica._group.fused if replica.mode == "shm" else None
+    if segment is not None:
+        segment.time_reduce(elements // n, n, 3)         # whoever is late comes now
+        return float(np.median(segment.time_reduce(elements // n, n, repeats)))
+    x, times = np.zeros((elements // n, n), np.float32), []
+    for _ in range(repeats + 3):
+        began = time.perf_counter()
+        replica.all_reduce(x)
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[3:]))
+
+
 def _columns(span: Span, whole: Span) -> slice:
     """Where ``span`` of the model's K/V columns stands within ``whole``."""
     return slice(span.start - whole.start, span.stop - whole.start) if span else slice(0, 0)
 
 
 class KVExchange:
-    """New K and V columns, computed once in a KV row, brought to the ranks whose queries need them."""
+    """New K and V columns, computed once in a KV row, brought to the ranks whose queries need them.
+
+    They travel as they are, whatever --wire says: both --kv-modes put the same bits in the cache.
+    """
 
     def __init__(self, replica: Replica, partition: Partition) -> None:
         self._replica = replica
@@ -395,6 +384,7 @@ class KVExchange:
         row = [partition.shares[rank] for rank in partition.row_ranks(me.row)]
         plan, needed = row_exchange(partition, replica.rank), me.kv_heads.times(partition.sizes.head_dim)
         self._group = replica._group.subgroup(me.row, me.row_rank)
+        replica._groups.append(self._group)
         assert self._group.rank == me.row_rank, "a row's ranks are not in the order of the partition"
         self.columns, self.needed = me.kv_columns.size, needed.size   # computed here, wanted here
         self._widths = [s.kv_columns.size for s in row]
@@ -403,35 +393,32 @@ class KVExchange:
         self._arriving = [_columns(span, needed) for span in plan.receive]
         self._origins = [_columns(span, s.kv_columns) for span, s in zip(plan.receive, row, strict=True)]
         assert sum(span.size for span in plan.receive) == self.needed, "K/V columns that no rank computes"
+        slot = self._group.segment.slot_nbytes if self._group.segment else 0
+        self._plan = np.array([self.columns, slot // (8 * max(self._widths))] + [
+            figure for width, source, target in zip(self._widths, self._origins, self._arriving, strict=True)
+            for figure in (width, source.start, target.start, target.stop - target.start)], np.int64)
+
+    def exchange_arguments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+        """(flags, slots, state, plan) for the core gather_parts of jit/exchange.py; None when ``run`` is needed."""
+        if self._group.segment is None or self._plan[1] == 0:
+            return None
+        return (*self._group.segment.arguments, self._plan)
 
     def run(self, k_part: np.ndarray, v_part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """k, v float32 [M, needed] of this rank's KV heads from all ranks' float32 parts [M, columns]."""
-        rows = k_part.shape[0]
+        rows, segment = k_part.shape[0], self._group.segment
         assert k_part.shape == v_part.shape == (rows, self.columns), f"{k_part.shape}, {v_part.shape}"
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._replica._spent()
         result = np.empty((2, rows, self.needed), np.float32)
-        widest = 8 * max(self._widths)
-        slot = self._group.segment.slot_nbytes if self._group.segment else 0
-        if slot >= widest:
-            exchange, step = self._shared, slot // widest
+        if segment is not None and self._plan[1]:
+            segment.gather_parts(self._plan, np.ascontiguousarray(k_part), np.ascontiguousarray(v_part), *result)
         else:
-            exchange, step = self._mpi, max(1, PIECE // widest)
-        for begin in range(0, rows, step):
-            part = slice(begin, min(begin + step, rows))
-            exchange(k_part[part], v_part[part], result[:, part])
-        self._replica.seconds += time.perf_counter() - began
+            step = max(1, PIECE // (8 * max(self._widths)))
+            for begin in range(0, rows, step):
+                part = slice(begin, min(begin + step, rows))
+                self._mpi(k_part[part], v_part[part], result[:, part])
+        self._replica._account(began, before)
         return result[0], result[1]
-
-    def _shared(self, k_part: np.ndarray, v_part: np.ndarray, result: np.ndarray) -> None:
-        segment_, rows = self._group.segment, k_part.shape[0]
-        assert segment_ is not None, "the exchange was planned over shared memory"
-        slots = segment_.flip()
-        views = [slots[i, :8 * rows * width].view(np.float32).reshape(2, rows, width)
-                 for i, width in enumerate(self._widths)]
-        views[self._group.rank][0], views[self._group.rank][1] = k_part, v_part
-        segment_.meet()
-        for view, source, target in zip(views, self._origins, self._arriving, strict=True):
-            result[:, :, target] = view[:, :, source]
 
     def _mpi(self, k_part: np.ndarray, v_part: np.ndarray, result: np.ndarray) -> None:
         rows, comm = k_part.shape[0], self._group.comm

@@ -20,7 +20,8 @@ WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0", "q4_0", "q4_1")
 KV_TYPES = ("f32", "f16", "bf16")
 KV_MODES = ("redundant", "allgather")
 LOGITS = ("none", "last", "generated", "all")
-COLLECTIVES = ("ordered", "mpi")
+COLLECTIVES = ("shm", "mpi")
+WIRES = ("f32", "bf16", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class RunConfig:
     # the split
     tp: int | None = None
     kv_mode: str = "redundant"
-    collectives: str = "ordered"
+    collectives: str = "shm"
+    wire: str = "f32"
+    exchange_timeout: float = 600.0
     threads_per_rank: int | None = None
     pin: bool = True
     # the batch
@@ -73,12 +76,19 @@ class RunConfig:
         _one_of("kv-mode", self.kv_mode, KV_MODES)
         _one_of("logits", self.logits, LOGITS)
         _one_of("logits-type", self.logits_type, ("f16", "f32"))
+        if self.collectives == "ordered":      # its name in version 0.1
+            object.__setattr__(self, "collectives", "shm")
         _one_of("collectives", self.collectives, COLLECTIVES)
+        _one_of("wire", self.wire, WIRES)
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
         for name in ("max_batch", "prefill_chunk", "tp", "threads_per_rank", "max_model_len", "kv_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.collectives == "mpi" and self.wire != "f32":
+            raise UsageError(f"--wire {self.wire} needs --collectives shm: MPI_Allreduce sums float32")
+        if not 0 < self.exchange_timeout <= 1e9:
+            raise UsageError(f"--exchange-timeout {self.exchange_timeout:g} must be above 0 (seconds), at most 1e9")
         if self.progress_every <= 0:
             raise UsageError(f"--progress-every {self.progress_every} must be above 0 (seconds)")
 

@@ -10,6 +10,7 @@ code   meaning
 5      an output cannot be written, or exists already
 6      the memory of the ranks does not suffice
 7      the launch is wrong: MPI, ranks, cores
+8      a rank did not come to an exchange in time: stuck or killed
 70     a fault of the program itself (a rank's unexpected exception)
 =====  =================================================================
 """
@@ -62,6 +63,12 @@ class LaunchError(MpillmError):
     """The job was started in a way that cannot work."""
 
     exit_code = 7
+
+
+class ExchangeError(MpillmError):
+    """A rank did not come to an exchange before the deadline: it is stuck, or was killed."""
+
+    exit_code = 8
 
 
 class LineError(MpillmError):

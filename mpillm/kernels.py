@@ -16,6 +16,7 @@ import numpy as np
 from mpillm.errors import UsageError
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
+from mpillm.jit import exchange as _exchange
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
 from mpillm.jit import pack_blocks as _pack_blocks
@@ -39,7 +40,7 @@ _ELEMENTS_PER_THREAD = 16384      # below, starting a second thread costs more t
 set_threads = _policy.set_threads
 threads = _policy.threads
 tested_tier, lowest_tier, set_tier = _selftest.tested_tier, _select.lowest, _select.set_tier
-tier = _select.tier
+tier, prepare_threads = _select.tier, _tape.prepare
 
 
 def _rows(name: str, x: np.ndarray) -> np.ndarray:
@@ -198,6 +199,21 @@ class Plan:
         self.tape.add("norm", _elementwise.operation("add_norm"), ROWS, x.shape[1], x, y, _stride(y),
                       bias is not None, _NOTHING if bias is None else bias, weight is not None,
                       _NOTHING if weight is None else weight, eps, out, _stride(out))
+
+    def reduce_rows(self, memory: tuple[np.ndarray, ...], x: np.ndarray, y: np.ndarray, bias: np.ndarray | None,
+                    weight: np.ndarray | None, eps: float, out: np.ndarray) -> None:
+        """:meth:`add_norm` of y summed over the ranks in rank order; ``memory``: Replica.exchange_arguments()."""
+        _same("reduce_rows", x, y, bias)
+        _same("reduce_rows", x, out, weight)
+        assert x.flags.c_contiguous and y.flags.c_contiguous, f"reduce_rows: strides {x.strides}, {y.strides}"
+        self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
+                      _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
+
+    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray, whole_k: np.ndarray,
+                       whole_v: np.ndarray) -> None:
+        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments()."""
+        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
+                      _stride(whole_k), ROWS)
 
     def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
         """out [., f] = silu(gate) * up for rows [gate f | up f]."""
@@ -436,6 +452,7 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
         _elementwise.operation(name)
     for sampling in _sampling.SIGNATURES:
         _sampling.sampling_kernel(sampling)
+    _exchange.warm_up()
 
 
 def _warm_up_linear(name: str) -> None:
@@ -446,5 +463,5 @@ def _warm_up_linear(name: str) -> None:
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "Heads", "LayerCache", "PackedMatrix", "Packer",
            "Plan", "Rows", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise",
-           "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "set_threads", "set_tier",
-           "tested_tier", "threads", "tier", "top_k", "warm_up"]
+           "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "set_threads",
+           "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]

@@ -65,19 +65,7 @@ def parser() -> argparse.ArgumentParser:
     memory.add_argument("--tie-embeddings", action="store_true",
                         help="take the embedding as output head where the file has none")
 
-    split.add_argument("--tp", type=int, metavar="N",
-                       help="ranks per model; the others are data-parallel replicas (default: the largest divisor "
-                            "of the ranks at which every rank has a query head and the model fits)")
-    split.add_argument("--kv-mode", choices=config.KV_MODES,
-                       help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
-                            "exchanged (allgather)")
-    split.add_argument("--collectives", choices=config.COLLECTIVES,
-                       help="sums over ranks in rank order (ordered, default) or by MPI_Allreduce (mpi), whose "
-                            "order varies")
-    split.add_argument("--threads-per-rank", type=int, metavar="N",
-                       help="threads of each rank (default: the cores that it was given)")
-    split.add_argument("--no-pin", dest="pin", action="store_false",
-                       help="leave ranks unbound where mpirun left them so")
+    _split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
     batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
@@ -104,6 +92,28 @@ def parser() -> argparse.ArgumentParser:
                      help="seconds between progress lines off a terminal (default 10)")
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
     return p
+
+
+def _split_options(split: Any) -> None:
+    """Who computes what, and how ranks exchange."""
+    split.add_argument("--tp", type=int, metavar="N",
+                       help="ranks per model; the others are data-parallel replicas (default: the largest divisor "
+                            "of the ranks at which every rank has a query head and the model fits)")
+    split.add_argument("--kv-mode", choices=config.KV_MODES,
+                       help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
+                            "exchanged (allgather)")
+    split.add_argument("--collectives", choices=(*config.COLLECTIVES, "ordered"), metavar="{shm,mpi}",
+                       help="sums over ranks in rank order, through shared memory inside a node (shm, default), or by "
+                            "MPI_Allreduce (mpi), whose order varies")
+    split.add_argument("--wire", choices=config.WIRES,
+                       help="type of the parts of sums between nodes (default f32, exact); it rounds every rank's "
+                            "part once a replica spans nodes")
+    split.add_argument("--exchange-timeout", type=float, metavar="S",
+                       help="seconds to wait for a rank in shared memory before the run ends (default 600)")
+    split.add_argument("--threads-per-rank", type=int, metavar="N",
+                       help="threads of each rank (default: the cores that it was given)")
+    split.add_argument("--no-pin", dest="pin", action="store_false",
+                       help="leave ranks unbound where mpirun left them so")
 
 
 def _size(text: str) -> int:

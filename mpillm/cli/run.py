@@ -149,7 +149,9 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
     placement = world.place(settings.threads_per_rank, settings.pin)
     kernels.set_threads(placement.threads)
-    replica = world.split(split.layout.tp, split.layout.dp, settings.collectives)
+    kernels.prepare_threads(world.crowded)
+    replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
+                          timeout=settings.exchange_timeout)
     if world.rank == 0:
         announce(world, settings, job, batch, split, placement)
     compile_kernels(world, settings, job.model, weights)
@@ -376,8 +378,8 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
     layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
-              "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives}
-    layout["instructions"] = kernels.tier()
+              "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
+              "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
              "kv_type": settings.kv_type}
     return {"mpillm_version": __version__, "config": settings.to_json(), "layout": json.dumps(layout),

@@ -8,6 +8,7 @@ each operation, so that a step of a model forks once, not some hundred times, an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -34,7 +35,7 @@ def _meet(state, target):
     """Say that this thread has come, and wait for the others: spin, then yield, then sleep."""
     atomics.fetch_add(state, ARRIVED, 1)
     polls = 0
-    while atomics.load(state, ARRIVED) < target:
+    while atomics.load_acquire(state, ARRIVED) < target:
         polls += 1
         if polls <= state[SPINS]:
             atomics.pause()
@@ -47,13 +48,13 @@ def _meet(state, target):
 @policy.helper
 def _run_part(part, parts, operations, count, state, nanoseconds):
     """One thread's way through ``operations`` [count, 2]: address of the function, address of its arguments."""
-    began = atomics.now()
+    began = atomics.clock_ns()
     for i in range(count):
         call_part(operations[2 * i], operations[2 * i + 1], part, parts)
         if parts > 1:
             _meet(state, parts * (i + 1))
         if part == 0:
-            ended = atomics.now()
+            ended = atomics.clock_ns()
             nanoseconds[i] += ended - began
             began = ended
 
@@ -70,9 +71,9 @@ def run_tape(operations, count, state, nanoseconds, parts):
 def run_one_by_one(operations, count, state, nanoseconds, parts):
     """The same where threads cannot be had all at once: fork and join for every operation."""
     for i in range(count):
-        began = atomics.now()
+        began = atomics.clock_ns()
         _run_one((operations[2 * i:], state), parts)
-        nanoseconds[i] += atomics.now() - began
+        nanoseconds[i] += atomics.clock_ns() - began
 
 
 @policy.helper
@@ -233,9 +234,9 @@ class Tape:
         function = self._entries[index][0]
 
         def run(parts: int) -> None:
-            began = atomics.clock()
+            began = time.perf_counter_ns()
             function()  # type: ignore[operator]
-            self._nanoseconds[index] += atomics.clock() - began
+            self._nanoseconds[index] += time.perf_counter_ns() - began
 
         return run
 
@@ -277,9 +278,9 @@ def _runner(name: str) -> Any:
 def _assemble_part(part, parts, state, patience):
     """Wait until all parts run, ``patience`` ns at most; state [1] counts those that saw all."""
     atomics.fetch_add(state, 0, 1)
-    began = atomics.now()
-    while atomics.load(state, 0) < parts:
-        if atomics.now() - began > patience:
+    began = atomics.clock_ns()
+    while atomics.load_acquire(state, 0) < parts:
+        if atomics.clock_ns() - began > patience:
             return
         atomics.yield_core()
     atomics.fetch_add(state, 1, 1)

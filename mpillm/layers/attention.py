@@ -21,6 +21,8 @@ class KVGather(Protocol):
 
     def run(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
 
+    def exchange_arguments(self) -> tuple[np.ndarray, ...] | None: ...
+
 
 @dataclass
 class Attention:
@@ -58,6 +60,10 @@ class Attention:
         """Raw projections to the ranks whose queries need them."""
         needed = self.heads.n_kv_heads * self.heads.head_dim
         whole_k, whole_v = plan.buffer("whole_k", needed), plan.buffer("whole_v", needed)
+        memory = gather.exchange_arguments()
+        if memory is not None:
+            plan.gather_columns(memory, k, v, whole_k, whole_v)
+            return whole_k, whole_v
 
         def exchange(rows: int) -> None:
             parts = gather.run(np.ascontiguousarray(k[:rows]), np.ascontiguousarray(v[:rows]))

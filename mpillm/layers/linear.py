@@ -22,6 +22,10 @@ class Reducer(Protocol):
 
     def all_reduce(self, array: np.ndarray) -> None: ...
 
+    def exchange_arguments(self) -> tuple[np.ndarray, ...] | None: ...
+
+    def check(self) -> None: ...
+
 
 @dataclass
 class ColumnLinear:
@@ -66,7 +70,11 @@ class RowLinear:
         """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
         y_TN = plan.buffer("row_output", self.weight.n)
         plan.linear(plan.buffer("row_input", self.weight.k), self.weight, None, y_TN)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        memory = self.reducer.exchange_arguments()
+        if self.reducer.tp > 1 and memory is not None:
+            plan.reduce_rows(memory, residual_TN, y_TN, self.bias, weight, eps, normed_TN)
+            return
         if self.reducer.tp > 1:
             plan.call("exchange", lambda rows: self.reducer.all_reduce(y_TN[:rows]))
-        plan.add_norm(residual_TN, y_TN, self.bias, None if norm is None else norm.weight,
-                      0.0 if norm is None else norm.eps, normed_TN)
+        plan.add_norm(residual_TN, y_TN, self.bias, weight, eps, normed_TN)

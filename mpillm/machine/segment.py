@@ -1,7 +1,4 @@
-"""Memory shared by the ranks of one node, and a rendezvous in it that gives its core away.
-
-MPI's collectives poll; with more ranks than cores most of that polling happens on the cores that the
-awaited ranks need. Here a rank that waits yields its core at once and sleeps soon after.
+"""Memory shared by the ranks of one node; the kernels of jit/exchange.py meet and exchange in it.
 
 The file is reserved with ``posix_fallocate`` (a full /dev/shm is an error here, not a SIGBUS at the first
 write) and its name is removed as soon as all have it open, so that a killed run leaves nothing behind.
@@ -11,30 +8,31 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import secrets
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from mpillm.errors import ExchangeError
+from mpillm.jit import exchange, policy
+from mpillm.jit.exchange import exchange_kernel
+
 FOLDER = "/dev/shm"
-LINE = 64                       # bytes of a cache line: one flag each, or neighbours slow each other down
+LINE = 64                       # bytes of a cache line
 SLOT_LIMIT = 256 * 1024         # bytes a rank hands over at once: a few of them stay in the cache
+SLOT_LEAST = 4096
 TOTAL_LIMIT = 16 * 1024 * 1024  # bytes of a whole segment: containers often have 64 MiB of /dev/shm
-SPINS = 100                     # polls before the core is offered to others, when every rank has its own
-YIELDS = 4000                   # polls that offer it (some ms) before sleeping, when every rank has its own
-CROWDED_YIELDS = 5              # the same with more ranks than cores: the awaited rank needs the core
-NAP = 20e-6                     # seconds of the first sleep
-NAP_GROWTH = 1.25               # of each next sleep: oversleeping stays below a quarter of the wait
-NAP_LIMIT = 5e-4
-DIRECT_LIMIT = 1 << 20          # bytes of all ranks' parts: up to here each adds all of them by itself
+LANES_LIMIT = 64                # threads of a rank that exchange at once
+SPINS = 1000                    # polls (some 20 us) before the core is offered, when every thread has its own
+YIELDS = 4000                   # polls that offer it (some ms) before sleeping, when every thread has its own
+CROWDED_YIELDS = 5              # the same with more threads than cores: the awaited rank needs the core
+TIMEOUT = 600.0                 # seconds until a rank that does not come ends the job
+NOTHING = np.zeros(0, np.float32)
 
 
 def supported() -> bool:
-    """Whether plain loads and stores suffice: x86 keeps stores in order and loads in order."""
-    ordered = platform.machine() in ("x86_64", "AMD64")
-    return ordered and hasattr(os, "posix_fallocate") and os.path.isdir(FOLDER)
+    """Whether memory can be shared and reserved here."""
+    return hasattr(os, "posix_fallocate") and os.path.isdir(FOLDER)
 
 
 def drop_library_segments(maps: str = "/proc/self/maps") -> None:
@@ -55,14 +53,15 @@ def drop_library_segments(maps: str = "/proc/self/maps") -> None:
                 continue
 
 
-def slot_nbytes(ranks: int) -> int:
-    """Bytes of one rank's slot, a multiple of a cache line, so that all fit in ``TOTAL_LIMIT``."""
-    return max(4096, min(SLOT_LIMIT, TOTAL_LIMIT // (2 * (ranks + 1)) // LINE * LINE))
+def slot_nbytes(ranks: int, lanes: int = 1) -> int:
+    """Bytes of one rank's slot in a lane, a multiple of a cache line, so that all fit in ``TOTAL_LIMIT``."""
+    most = TOTAL_LIMIT // (2 * (ranks + 1) * lanes) // LINE * LINE
+    return max(SLOT_LEAST, min(SLOT_LIMIT, most))
 
 
-def segment_nbytes(ranks: int, slot: int) -> int:
-    """Flags, then two halves of ``ranks`` slots and one slot for results each."""
-    return ranks * LINE + 2 * (ranks + 1) * slot
+def segment_nbytes(ranks: int, lanes: int, slot: int) -> int:
+    """Flags, then for each lane two halves of ``ranks`` slots and one slot for results each."""
+    return lanes * (ranks * LINE + 2 * (ranks + 1) * slot)
 
 
 def add_in_order(parts: Sequence[np.ndarray] | np.ndarray, out: np.ndarray) -> None:
@@ -81,101 +80,144 @@ def shares(n: int, parts: int) -> tuple[list[int], list[int]]:
 class Segment:
     """One mapping per rank of a common file; ``create`` on one rank, ``attach`` on the others.
 
-    An operation is: ``flip``, write the own ``slot``, ``meet``, read others' slots. Two halves are used in
-    turn: who writes into a half again has met everybody once since, and they had read it by then.
+    ``arguments`` (flags, slots, state) is what the cores of jit/exchange.py take. Its other methods are the
+    exchanges as such; every rank of the segment has to call the same ones, with as many elements.
+    ``names``: how a message calls each rank. Raises ExchangeError from any exchange once the deadline passed.
     """
 
-    def __init__(self, descriptor: int, ranks: int, rank: int, crowded: bool) -> None:
-        self.ranks, self.rank, self.crowded = ranks, rank, crowded
-        self.slot_nbytes = slot_nbytes(ranks)
-        self.waited = 0.0                     # seconds spent waiting for other ranks
-        try:
-            self._map = mmap.mmap(descriptor, segment_nbytes(ranks, self.slot_nbytes))
-        finally:
-            os.close(descriptor)
-        self._flags = memoryview(self._map)[:ranks * LINE].cast("q")
-        body = np.frombuffer(self._map, np.uint8, offset=ranks * LINE)
-        self._halves = body.reshape(2, ranks + 1, self.slot_nbytes)
-        self._half, self._meeting = 0, 0
+    def __init__(self, memory: np.ndarray, ranks: int, rank: int, lanes: int, crowded: bool) -> None:
+        self.ranks, self.rank, self.lanes, self.crowded = ranks, rank, lanes, crowded
+        self.slot_nbytes = slot_nbytes(ranks, lanes)
+        self.names: Sequence[str] = [f"rank {i}" for i in range(ranks)]
+        flags = ranks * lanes * LINE
+        self._flags, self._slots = memory[:flags].view(np.int64), memory[flags:].view(np.float32)
+        self._state = _aligned_words(exchange.HEADER + exchange.LINE * lanes)
+        for place, value in ((exchange.RANKS, ranks), (exchange.RANK, rank), (exchange.LANES, lanes),
+                             (exchange.SLOT, self.slot_nbytes // 4), (exchange.SPINS, 0 if crowded else SPINS),
+                             (exchange.YIELDS, CROWDED_YIELDS if crowded else YIELDS)):
+            self._state[place] = value
+        self.set_timeout(TIMEOUT)
+        self.arguments = (self._flags, self._slots, self._state)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long an exchange waits for a rank."""
+        self.timeout = seconds
+        self._state[exchange.DEADLINE] = int(seconds * 1e9)
 
     @classmethod
-    def create(cls, ranks: int, crowded: bool, folder: str = FOLDER) -> tuple[Segment, str]:
+    def create(cls, ranks: int, lanes: int, crowded: bool, folder: str = FOLDER) -> tuple[Segment, str]:
         """Rank 0's end and the path for the others; OSError when there is no room."""
         path = os.path.join(folder, f"mpillm-{os.getpid()}-{secrets.token_hex(8)}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, segment_nbytes(ranks, slot_nbytes(ranks)))
+            os.posix_fallocate(descriptor, 0, segment_nbytes(ranks, lanes, slot_nbytes(ranks, lanes)))
         except OSError:
             os.close(descriptor)
             os.unlink(path)
             raise
-        return cls(descriptor, ranks, 0, crowded), path
+        return cls(_mapped(descriptor, ranks, lanes), ranks, 0, lanes, crowded), path
 
     @classmethod
-    def attach(cls, path: str, ranks: int, rank: int, crowded: bool) -> Segment:
+    def attach(cls, path: str, ranks: int, rank: int, lanes: int, crowded: bool) -> Segment:
         """Another rank's end; OSError when the path is not there (another container, say)."""
-        return cls(os.open(path, os.O_RDWR), ranks, rank, crowded)
+        return cls(_mapped(os.open(path, os.O_RDWR), ranks, lanes), ranks, rank, lanes, crowded)
 
-    def flip(self) -> np.ndarray:
-        """Begin an operation; its slots as uint8 [ranks + 1, slot_nbytes], the last one for results."""
-        self._half ^= 1
-        return self._halves[self._half]
+    @classmethod
+    def alone(cls, lanes: int = 1) -> Segment:
+        """Of one rank that shares with nobody: its sums are its own parts."""
+        return cls(np.zeros(segment_nbytes(1, lanes, slot_nbytes(1, lanes)), np.uint8), 1, 0, lanes, False)
 
-    def meet(self) -> None:
-        """Say that this rank has come so far, and wait until all have."""
-        self._meeting += 1
-        meeting, flags, step = self._meeting, self._flags, LINE // 8
-        flags[self.rank * step] = meeting
-        for other in range(0, self.ranks * step, step):
-            if flags[other] < meeting:
-                self._wait(other, meeting)
+    @property
+    def waited(self) -> float:
+        """Seconds since the start spent waiting for other ranks: those of the thread that waited most."""
+        return self._longest(exchange.WAITED)
 
-    def _wait(self, flag: int, meeting: int) -> None:
-        began = time.perf_counter()
-        flags, polls, nap = self._flags, 0, NAP
-        spins, yields = (0, CROWDED_YIELDS) if self.crowded else (SPINS, YIELDS)
-        while flags[flag] < meeting:
-            polls += 1
-            if polls <= spins:
-                continue
-            if polls <= spins + yields:
-                os.sched_yield()
-            else:
-                time.sleep(nap)
-                nap = min(NAP_GROWTH * nap, NAP_LIMIT)
-        self.waited += time.perf_counter() - began
+    @property
+    def spent(self) -> float:
+        """Seconds since the start spent in exchanges, waiting included."""
+        return self._longest(exchange.SPENT)
+
+    def _longest(self, place: int) -> float:
+        return float(self._state[exchange.HEADER + place::exchange.LINE].max()) * 1e-9
+
+    def check(self) -> None:
+        """ExchangeError if an exchange, a tape's too, gave up waiting for a rank."""
+        if not self._state[exchange.STATUS]:
+            return
+        missing, doing = (int(self._state[place]) for place in (exchange.MISSING, exchange.DOING))
+        raise ExchangeError(
+            f"{self.names[self.rank].split(' (')[0]} waited {self.timeout:g} s for {self.names[missing]} in "
+            f"{exchange.DOINGS[doing]}: it is stuck or was killed; --exchange-timeout sets the time")
+
+    def _threads(self) -> int:
+        return min(policy.threads(), self.lanes)
 
     def all_reduce(self, flat: np.ndarray) -> None:
         """Sum ``flat`` (float32, 1-D, contiguous) over the ranks in rank order, in place."""
-        step = self.slot_nbytes // 4
-        for begin in range(0, flat.size, step):
-            self._reduce(flat[begin:begin + step])
+        threads = self._threads() if flat.size > exchange.LANE_LIMIT else 1
+        exchange_kernel(exchange.run_all_reduce)(*self.arguments, flat, threads)
+        self.check()
 
-    def _reduce(self, x: np.ndarray) -> None:
-        slots = self.flip()[:, :4 * x.size].view(np.float32)
-        slots[self.rank] = x
-        self.meet()
-        if self.ranks * x.nbytes <= DIRECT_LIMIT:
-            add_in_order(slots[:self.ranks], x)
-            return
-        counts, offsets = shares(x.size, self.ranks)
-        mine = slots[:, offsets[self.rank]:offsets[self.rank] + counts[self.rank]]
-        add_in_order(mine[:self.ranks], mine[self.ranks])
-        self.meet()
-        x[:] = slots[self.ranks]
+    def reduce_rows(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray, weight: np.ndarray,
+                    normed: np.ndarray, eps: float) -> None:
+        """x += sum of y + bias; normed = rms_norm(x) * weight: exchange.reduce_rows with its shapes."""
+        threads = min(self._threads(), len(x))
+        exchange_kernel(exchange.run_reduce_rows)(*self.arguments, y, x, bias, weight, normed, eps, threads)
+        self.check()
 
     def gather(self, data: np.ndarray) -> np.ndarray | None:
-        """Every rank's bytes (uint8, as many on all, within a slot) as [ranks, n] on rank 0; else None."""
-        slots = self.flip()[:self.ranks, :data.size]
-        slots[self.rank] = data
-        self.meet()
-        return slots.copy() if self.rank == 0 else None
+        """Every rank's bytes (uint8, 1-D, as many on all) as [ranks, n] on rank 0; else None."""
+        out = np.empty(self.ranks * data.size if self.rank == 0 else 0, np.uint8)
+        exchange_kernel(exchange.run_gather)(*self.arguments, data, out, data.size)
+        self.check()
+        return out.reshape(self.ranks, data.size) if self.rank == 0 else None
 
     def bcast(self, data: np.ndarray) -> None:
-        """Rank 0's bytes (uint8, 1-D, within a slot) into every rank's, in place."""
-        slot = self.flip()[0, :data.size]
-        if self.rank == 0:
-            slot[:] = data
-        self.meet()
-        if self.rank:
-            data[:] = slot
+        """Rank 0's bytes (uint8, 1-D) into every rank's, in place."""
+        exchange_kernel(exchange.run_broadcast)(*self.arguments, data, data.size)
+        self.check()
+
+    def gather_parts(self, plan: np.ndarray, k: np.ndarray, v: np.ndarray, k_out: np.ndarray,
+                     v_out: np.ndarray) -> None:
+        """exchange.gather_parts of k, v [M, own columns] into k_out, v_out [M, needed], all contiguous."""
+        rows = len(k)
+        exchange_kernel(exchange.run_gather_parts)(
+            *self.arguments, plan, k.reshape(-1), v.reshape(-1), k.shape[1], k_out.reshape(-1), v_out.reshape(-1),
+            k_out.shape[1], rows, min(self._threads(), max(rows, 1)))
+        self.check()
+
+    def time_reduce(self, rows: int, n: int, repeats: int) -> np.ndarray:
+        """Seconds of each of ``repeats`` reduce_rows of [rows, n], residual and norm included, back to back."""
+        x, y = np.zeros((2, rows, n), np.float32)
+        ones, times = np.ones(n, np.float32), np.zeros(repeats, np.int64)
+        exchange_kernel(exchange.time_reduce_rows)(*self.arguments, y, x, NOTHING, ones, np.empty_like(x), 1e-5,
+                                                   times, min(self._threads(), rows))
+        self.check()
+        return times * 1e-9
+
+    def flip(self) -> np.ndarray:
+        """Begin an exchange of one's own: uint8 [ranks + 1, slot_nbytes], the last one for results."""
+        place = exchange.HEADER + exchange.TURNS
+        self._state[place] += 1
+        n = (self.ranks + 1) * self.slot_nbytes // 4
+        half = int(self._state[place] & 1) * n
+        return self._slots[half:half + n].view(np.uint8).reshape(self.ranks + 1, self.slot_nbytes)
+
+    def meet(self) -> None:
+        """Say that this rank has written, and wait until all have."""
+        exchange_kernel(exchange.run_meet)(self._flags, self._state, exchange.ALL_REDUCE)
+        self.check()
+
+
+def _aligned_words(n: int) -> np.ndarray:
+    """n zeros int64 from the start of a cache line on: threads write to neighbouring lines."""
+    words = np.zeros(n + LINE // 8, np.int64)
+    first = -words.ctypes.data % LINE // 8
+    return words[first:first + n]
+
+
+def _mapped(descriptor: int, ranks: int, lanes: int) -> np.ndarray:
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, segment_nbytes(ranks, lanes, slot_nbytes(ranks, lanes))), np.uint8)
+    finally:
+        os.close(descriptor)

@@ -68,6 +68,7 @@ class Llama:
             step = self._step = self._record(cache, room_for(len(rows.tokens)))
         self.embedding(rows.tokens, step.x[:len(rows.tokens)])
         step.plan.run(rows, wanted)
+        self.embedding.reducer.check()
         return step.logits[:len(wanted)]
 
     def _record(self, cache: list[LayerCache], capacity: int) -> _Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -59,6 +60,41 @@ def test_exchanges(ranks):
 def test_without_room_in_shared_memory():
     done = launch(3, "exchanges.py", "full")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no second thread")
+def test_exchanges_of_two_threads():
+    done = launch(4, "exchanges.py", "lanes")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all exchanges are right") == 1
+
+
+@pytest.mark.parametrize("ranks, nodes", [(2, "2"), (3, "2"), (5, "2"), (5, "3"), (6, "0,1,0,0,2,1")])
+def test_over_nodes(ranks, nodes):
+    """Even and uneven nodes, and ranks dealt out in turns."""
+    done = launch(ranks, "exchanges.py", "nodes", nodes)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all exchanges are right") == 1
+
+
+def runs(process: str) -> bool:
+    try:
+        return b"failures.py" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_stopped_rank_is_named_and_ended():
+    began = time.monotonic()
+    done = launch(3, "failures.py", "stopped", "shared", "1.5", limit=30)
+    assert done.returncode == 8 and time.monotonic() - began < 20, done.stderr
+    (said,) = ours(done.stderr)
+    assert re.fullmatch(r"mpillm: rank 0 \(.+\): error: rank 0 waited 1.5 s for rank 1 \(host .+\) in an all-reduce: "
+                        r"it is stuck or was killed; --exchange-timeout sets the time", said)
+    stopped, until = done.stdout.split()[0], time.monotonic() + 10
+    while runs(stopped) and time.monotonic() < until:      # mpirun does not wait for those that it kills
+        time.sleep(0.05)
+    assert not runs(stopped), "a stopped process was left behind"
 
 
 @pytest.mark.parametrize("kind, code, line", [

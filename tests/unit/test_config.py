@@ -80,3 +80,17 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, said):
 def test_every_option_is_on_the_command_line_and_in_the_file():
     actions = {action.dest for action in options.parser()._actions} - {"help", "config"}
     assert actions == set(config.RunConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--wire", "q4_0"], "invalid choice"), (["--exchange-timeout", "0"], "--exchange-timeout 0 must be above 0"),
+    (["--collectives", "mpi", "--wire", "bf16"], "--wire bf16 needs --collectives shm")])
+def test_exchanges_that_cannot_be(argv, said, capsys):
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        options.parse(["--prompts", "a.jsonl", *argv])
+    assert said in str(caught.value) + capsys.readouterr().err
+
+
+def test_the_former_name_of_sums_in_rank_order():
+    assert options.parse(["--prompts", "a.jsonl", "--collectives", "ordered"]).collectives == "shm"
+    assert config.resolve({"collectives": "ordered"}, {"prompts": "a.jsonl"}).collectives == "shm"

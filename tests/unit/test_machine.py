@@ -295,12 +295,12 @@ def test_waiting_ranks_yield_when_crowded(given_, cpus, yields):
     assert environment["OMPI_MCA_mpi_yield_when_idle"] == "0", "what the user set stays"
 
 
-@given(st.integers(1, 600))
-def test_segments_stay_small_and_aligned(ranks):
-    slot = segment.slot_nbytes(ranks)
+@given(st.integers(1, 600), st.integers(1, 64))
+def test_segments_stay_small_and_aligned(ranks, lanes):
+    slot = segment.slot_nbytes(ranks, lanes)
     assert slot % segment.LINE == 0 and 4096 <= slot <= segment.SLOT_LIMIT
-    bound = max(segment.TOTAL_LIMIT, 2 * (ranks + 1) * 4096) + ranks * segment.LINE
-    assert segment.segment_nbytes(ranks, slot) <= bound
+    bound = max(segment.TOTAL_LIMIT, 2 * lanes * (ranks + 1) * 4096) + ranks * lanes * segment.LINE
+    assert segment.segment_nbytes(ranks, lanes, slot) <= bound
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
@@ -311,14 +311,14 @@ def test_shares_cover(n, parts):
 
 
 def test_a_full_shared_memory_is_an_error_not_a_signal(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment, "segment_nbytes", lambda ranks, slot: 1 << 60)
+    monkeypatch.setattr(segment, "segment_nbytes", lambda ranks, lanes, slot: 1 << 60)
     with pytest.raises(OSError):
-        segment.Segment.create(2, False, str(tmp_path))
+        segment.Segment.create(2, 1, False, str(tmp_path))
     assert not list(tmp_path.iterdir()), "its name must not stay"
 
 
 def test_a_lone_segment(tmp_path):
-    made, path = segment.Segment.create(1, False, str(tmp_path))
+    made, path = segment.Segment.create(1, 1, False, str(tmp_path))
     os.unlink(path)
     data = np.arange(10, dtype=np.uint8)
     assert np.array_equal(made.gather(data), data[None]) and made.waited == 0

@@ -28,6 +28,12 @@ PLENTY = 1 << 40
 class _Alone:
     tp = 1
 
+    def exchange_arguments(self):
+        return None
+
+    def check(self):
+        pass
+
     def all_reduce(self, array):
         pass
 

@@ -1,4 +1,8 @@
-"""Words that threads and processes share: ordered loads, stores and additions, and ways to wait."""
+"""What threads and processes meet by: atomic words, pauses, the clock. For every processor that LLVM knows.
+
+The functions of libc are called from the compiled code by their names, so that kernels out of the cache on disk
+find them too. Inline assembly is not used: llvmlite ends the process at it.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +15,56 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.vector import I32, I64
+from mpillm.jit.isa.vector import I32, I64, PTR
 
-_X86 = platform.machine() in ("x86_64", "AMD64")
-CLOCK_MONOTONIC = 1
+_WORD = 8
+_VOID = ir.VoidType()
+#: how a processor is told that a loop only waits: (LLVM's intrinsic, its arguments)
+_PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "AMD64": ("llvm.x86.sse2.pause", ()),
+           "aarch64": ("llvm.aarch64.hint", (1,)), "arm64": ("llvm.aarch64.hint", (1,))}
+_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)
 
 
-@intrinsic
-def load(typingctx, array, index):
-    """Word ``index``; what its writer stored before it is seen as well."""
-    def codegen(context, b, signature, arguments):
-        address = v.at(b, v.data(context, b, signature.args[0], arguments[0]), arguments[1], I64)
-        return b.load_atomic(address, ordering="acquire", align=8, typ=I64)
-
-    return types.int64(array, types.intp), codegen
+def _word(context, b, kind, array, index):
+    return v.at(b, v.data(context, b, kind, array), index, I64)
 
 
 @intrinsic
-def store(typingctx, array, index, value):
-    """Store word ``index`` after everything that was stored before."""
+def load_acquire(typingctx, words, index):
+    """words[index] of an int64 array; what its writer wrote before is seen by what follows."""
     def codegen(context, b, signature, arguments):
-        address = v.at(b, v.data(context, b, signature.args[0], arguments[0]), arguments[1], I64)
-        b.store_atomic(arguments[2], b.bitcast(address, I64.as_pointer()), ordering="release", align=8)
+        return b.load_atomic(_word(context, b, signature.args[0], *arguments), "acquire", _WORD, typ=I64)
+
+    return types.int64(words, types.intp), codegen
+
+
+@intrinsic
+def store_release(typingctx, words, index, value):
+    """words[index] = value in an int64 array; who sees it sees all that was written before."""
+    def codegen(context, b, signature, arguments):
+        b.store_atomic(arguments[2], _word(context, b, signature.args[0], *arguments[:2]), "release", _WORD)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.int64), codegen
+    return types.void(words, types.intp, types.int64), codegen
 
 
 @intrinsic
-def fetch_add(typingctx, array, index, value):
-    """Add to word ``index``; what it was before."""
+def fetch_add(typingctx, words, index, value):
+    """words[index] += value in an int64 array, in one piece; what stood there before."""
     def codegen(context, b, signature, arguments):
-        address = v.at(b, v.data(context, b, signature.args[0], arguments[0]), arguments[1], I64)
-        return b.atomic_rmw("add", b.bitcast(address, I64.as_pointer()), arguments[2], "acq_rel")
+        address = _word(context, b, signature.args[0], *arguments[:2])
+        return b.atomic_rmw("add", address, arguments[2], "acq_rel")
 
-    return types.int64(array, types.intp, types.int64), codegen
+    return types.int64(words, types.intp, types.int64), codegen
 
 
 @intrinsic
 def pause(typingctx):
-    """A moment within a polling loop."""
+    """Tell the core that this loop only waits; nothing on processors without such a word."""
     def codegen(context, b, signature, arguments):
-        if _X86:
-            v.call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        if platform.machine() in _PAUSES:
+            name, values = _PAUSES[platform.machine()]
+            v.call(b, name, _VOID, [I32(value) for value in values])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -61,7 +72,7 @@ def pause(typingctx):
 
 @intrinsic
 def yield_core(typingctx):
-    """Offer this core to others."""
+    """Let another runnable thread have this core (sched_yield)."""
     def codegen(context, b, signature, arguments):
         v.call(b, "sched_yield", I32, [])
         return context.get_dummy_value()
@@ -71,26 +82,21 @@ def yield_core(typingctx):
 
 @intrinsic
 def nap(typingctx, microseconds):
-    """Sleep."""
+    """Sleep for below a second (usleep)."""
     def codegen(context, b, signature, arguments):
         v.call(b, "usleep", I32, [b.trunc(arguments[0], I32)])
         return context.get_dummy_value()
 
-    return types.void(types.intp), codegen
+    return types.void(types.int64), codegen
 
 
 @intrinsic
-def now(typingctx):
-    """Monotonic nanoseconds."""
+def clock_ns(typingctx):
+    """Nanoseconds of the monotonic clock: int64, comparable within one machine."""
     def codegen(context, b, signature, arguments):
-        room = cgutils.alloca_once(b, ir.ArrayType(I64, 2))
-        v.call(b, "clock_gettime", I32, [I32(CLOCK_MONOTONIC), b.bitcast(room, v.PTR)])
-        whole, rest = (b.load(v.at(b, room, I64(i), I64), typ=I64) for i in (0, 1))
-        return b.add(b.mul(whole, I64(1_000_000_000)), rest)
+        moment = cgutils.alloca_once(b, I64, size=2)
+        v.call(b, "clock_gettime", I32, [I32(_MONOTONIC), b.bitcast(moment, PTR)])
+        seconds = b.load(v.at(b, moment, I64(0), I64), typ=I64)
+        return b.add(b.mul(seconds, I64(1_000_000_000)), b.load(v.at(b, moment, I64(1), I64), typ=I64))
 
     return types.int64(), codegen
-
-
-def clock() -> int:
-    """The same outside of kernels."""
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)

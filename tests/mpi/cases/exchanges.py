@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 
 import numpy as np
 
-from mpillm import collectives, main
+from mpillm import collectives, kernels, main
 from mpillm.errors import ModelError, MpillmError, ResourceError, UsageError
-from mpillm.machine import segment
+from mpillm.jit.elementwise import elementwise_kernel, rms_norm
+from mpillm.jit.exchange import warm_up as warm_up_exchanges
+from mpillm.machine import group, segment
 from mpillm.partition import Sizes, partition
+from mpillm.quant import wire
 
 SIZES = (1, 2, 3, 7, 16, 100, 576, 4608, 32767, 32768, 32769, 65537, 200_000)
+
+
+def warm_up() -> None:
+    warm_up_exchanges(), elementwise_kernel(rms_norm)
 
 
 @functools.lru_cache(maxsize=32)
@@ -42,7 +50,7 @@ def sums(replica) -> None:
         x = parts[replica.rank].copy()
         replica.all_reduce(x)
         expected = in_rank_order(parts)
-        if replica.mode == "ordered":
+        if replica.mode == "shm":
             assert bits(x) == bits(expected), f"{size} values over {replica.tp} ranks"
         else:
             bound = np.abs(parts.astype(np.float64)).sum(0) * replica.tp * 2.0 ** -23
@@ -66,7 +74,7 @@ def sums(replica) -> None:
 
 def long_sum(replica) -> None:
     """Beyond one piece of every way, and a small one after it: buffers are reused."""
-    for size in (collectives.PIECE // 4 + 5, 3):
+    for size in (group.PIECE // 4 + 5, 3):
         short = parts_of(min(size, 9973), replica.tp)      # repeated, at a prime stride: no two pieces alike
         x = np.resize(short[replica.rank], size)
         replica.all_reduce(x)
@@ -189,20 +197,94 @@ def placed(world) -> None:
     assert len(placement.warnings) == len(set(placement.warnings))
 
 
+def fused(replica) -> None:
+    """The sum, the residual and the norm, as a kernel does them or as messages bring them."""
+    for rows, n in ((1, 576), (3, 33), (40, 3001)):
+        parts = parts_of(rows * n, replica.tp).reshape(replica.tp, rows, n)
+        x, bias, weight = (parts_of(size, 1)[0].copy() for size in (rows * n, n, n))
+        x, normed = x.reshape(rows, n), np.zeros((rows, n), np.float32)
+        wanted = x + (in_rank_order(parts) + bias)
+        replica.reduce_rows(parts[replica.rank].copy(), x, bias, weight, normed, 1e-5)
+        assert bits(x) == bits(wanted) or replica.mode == "mpi"
+        assert bits(normed) == bits(kernels.rms_norm(x, weight, 1e-5))
+        before = normed.copy()
+        replica.reduce_rows(parts[replica.rank].copy(), x, None, None, normed, 1e-5)
+        assert bits(normed) == bits(before)
+    arguments = replica.exchange_arguments()
+    assert (arguments is None) == (replica.tp > 1 and (replica.mode == "mpi" or not replica.shared_memory))
+    replica.check()
+
+
+def over_nodes(world, nodes: str) -> None:
+    """As if the ranks were on several nodes: the same sums, and with a wire type those of rounded parts."""
+    os.environ[collectives.FAKE_NODES] = nodes
+    try:
+        for kind in wire.NBYTES:
+            for shared in (True, False):
+                replica = world.split(world.size, 1, shared=shared, wire=kind)
+                assert world.wire == kind and not replica.shared_memory
+                if kind == "f32":
+                    sums(replica)
+                    fused(replica)
+                    small_arrays(replica)
+                    kv_exchange(replica, 9, 3, 64, 300)
+                    kv_exchange(replica, 8, 8, 5, 3)
+                for rows, n in ((1, 576), (2, 33), (33, 1000), (67, 1000)):
+                    parts = parts_of(rows * n, replica.tp).reshape(replica.tp, rows, n).copy()
+                    x = parts[replica.rank].copy()
+                    replica.all_reduce(x)
+                    for part in parts:
+                        wire.round_rows(kind, part)
+                    assert bits(x) == bits(in_rank_order(parts)), f"{kind}, {rows} x {n}"
+        for tp in range(2, world.size):          # replicas that span nodes beside others that do not
+            replica = world.split(tp, world.size // tp, wire="bf16")
+            if replica is not None:
+                parts = parts_of(5000, tp).copy()
+                x = parts[replica.rank].copy()
+                replica.all_reduce(x)
+                wire.round_rows(world.wire, parts)
+                assert bits(x) == bits(in_rank_order(parts))
+    finally:
+        del os.environ[collectives.FAKE_NODES]
+    assert world.split(world.size, 1, wire="bf16").exchange_arguments() and world.wire == "f32"
+
+
 def run(argv: list[str] | None) -> int:
     world = collectives.start()
     assert collectives.start() is world is collectives.current()
+    if argv and argv[0] == "lanes":
+        kernels.set_threads(2)                  # before the first kernel
+    for turn in (0, 1):                         # one rank compiles, the others find it in the cache
+        if (world.node_rank > 0) == turn:
+            warm_up()
+        world.barrier_quiet()
+    if argv and argv[0] == "lanes":             # two threads a rank: each exchanges its own rows
+        world._threads, world.crowded = 2, True
+        replica = world.split(world.size, 1)
+        assert replica._group.segment.lanes == 2
+        sums(replica), fused(replica), long_sum(replica), small_arrays(replica)
+        kv_exchange(replica, 9, 3, 64, 300)
+        if world.rank == 0:
+            print("all exchanges are right")
+        return 0
+    if argv and argv[0] == "nodes":
+        over_nodes(world, argv[1])
+        if world.rank == 0:
+            print("all exchanges are right")
+        return 0
     agreement(world)
     objects(world)
     placed(world)
     full = "full" in (argv or ())
-    if full:                                    # a segment of more bytes than there are
-        segment.segment_nbytes = lambda ranks, slot: 1 << 60
+    if full:                                    # more bytes are asked for than there are
+        reserve = os.posix_fallocate
+        segment.os.posix_fallocate = lambda descriptor, begin, n: reserve(descriptor, begin, 1 << 60)
     for shared in (False,) if full else (True, False):
         replica = world.split(world.size, 1, shared=shared or full)
         assert (replica.tp, replica.dp, replica.index, replica.rank) == (world.size, 1, 0, world.rank)
         assert replica.shared_memory == (shared and world.size > 1), "no shared memory on one node"
         sums(replica)
+        fused(replica)
         assert replica.seconds > 0 or world.size == 1
         long_sum(replica)
         small_arrays(replica)
@@ -211,6 +293,7 @@ def run(argv: list[str] | None) -> int:
         kv_exchange(replica, 9, 3, 64, 300)     # more rows than a slot takes at once
         kv_exchange(replica, 4, 1, 65536, 2)    # a row of columns larger than a slot
     sums(world.split(world.size, 1, mode="mpi"))
+    fused(world.split(world.size, 1, mode="mpi"))
     for tp in range(1, world.size + 1):         # replicas side by side, ranks left over
         dp = world.size // tp
         replica = world.split(tp, dp)

@@ -47,17 +47,18 @@ FAIL = {
     "leave": lambda: sys.exit(0),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "memory": lambda: refuse(MemoryError()),
+    "stopped": lambda: (print(os.getpid(), flush=True), os.kill(os.getpid(), signal.SIGSTOP)),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "pipe": lambda: refuse(BrokenPipeError(32, "Broken pipe")),
 }
 
 
 def run(argv: list[str] | None) -> int:
-    kind, place = argv
+    kind, place = argv[:2]
     if kind == "launch":
         raise LaunchError("before MPI started")
     world = collectives.start()
-    replica = world.split(world.size, 1)
+    replica = world.split(world.size, 1, timeout=float(argv[2]) if argv[2:] else 60.0)
     if kind == "agreed":
         world.agree(lambda: refuse(ModelError("shard 3 is absent")))
     elif kind == "agreed_exit":
@@ -73,7 +74,8 @@ def run(argv: list[str] | None) -> int:
             if world.rank == 0:
                 print("line", i, "x" * 200)
     elif world.rank == 1:
-        print(*mapped_segments(), flush=True)
+        if kind != "stopped":
+            print(*mapped_segments(), flush=True)
         FAIL[kind]()
         time.sleep(60)
     else:
