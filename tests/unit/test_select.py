@@ -152,7 +152,7 @@ def test_self_tests_pass_with_the_right_instructions(tier):
 @pytest.mark.parametrize("name", ["VDPBF16PS", "VPDPBUSD", "TDPBF16PS", "TDPBSSD"])
 def test_self_tests_compare_every_bit(name, monkeypatch):
     """One wrong bit in one output is enough; nothing is compiled here."""
-    check, shown, flips = selftest.CHECKS["amx"][name], [], [0]
+    check, shown, filled, flips = selftest.CHECKS["amx"][name], [], [], [0]
 
     def remember(left, right):
         shown.append(right.reshape(-1))
@@ -162,8 +162,10 @@ def test_self_tests_compare_every_bit(name, monkeypatch):
         """The expected output, but for the last bit of the last number."""
         for array in arguments:
             if isinstance(array, np.ndarray) and array.size == shown[0].size and array.itemsize == 4:
-                array.view(np.int32)[:] = shown[0].astype(np.uint32).view(np.int32)
+                expected = shown[len(filled) % len(shown)]
+                array.view(np.int32)[:] = expected.astype(np.int64).astype(np.uint32).view(np.int32)
                 array.view(np.int32)[-1] ^= flips[-1]
+                filled.append(function)
 
     monkeypatch.setattr(selftest, "run", lambda *arguments: None)
     with monkeypatch.context() as within:
