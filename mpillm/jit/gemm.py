@@ -21,8 +21,6 @@ from mpillm.jit.parallel import in_parts
 GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
 
-BLOCK_ROWS = 16        # of quantised rows that each weight is decoded for
-
 
 @policy.inlined
 def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
@@ -95,7 +93,7 @@ def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phas
     """The same for quantised formats."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-    stretch = k if rows <= BLOCK_ROWS else K_STRETCH
+    stretch = k if rows <= quantised.MOST_ROWS else K_STRETCH
     while p < stop:
         panels = min(GROUP, stop - p)
         partial = 16 * (p + panels) > n
@@ -104,9 +102,10 @@ def _quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phas
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
         _clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
-            for row in range(0, rows, BLOCK_ROWS):
-                blocks_by_panels(min(BLOCK_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales, phase, p,
-                                 panels, k_start, min(k, k_start + stretch), target, offset + row * stride, stride)
+            for row in range(0, rows, quantised.MOST_ROWS):
+                blocks_by_panels(min(quantised.MOST_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales,
+                                 phase, p, panels, k_start, min(k, k_start + stretch), target,
+                                 offset + row * stride, stride)
         _finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
