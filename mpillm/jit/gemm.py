@@ -142,8 +142,8 @@ def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> ty
 
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
 VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
-ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
-            **{name: element for element, name in quantised.FORMAT_OF.items()}}
+ELEMENTS: dict[str, Any] = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
+                            **{name: element for element, name in quantised.FORMAT_OF.items()}}
 
 
 @lru_cache(None)
@@ -153,8 +153,8 @@ def linear_kernel(name: str) -> Any:
         signature = (reads(types.int8, 2), ROWS, reads(types.int32, 2), reads(ELEMENTS[name]),
                      reads(types.int16), types.intp, VECTOR, F32_2, F32_1, types.intp)
         return policy.kernel(linear_quantised, f"linear_{name}_{tier()}", signature)
-    signature = (ROWS, VECTOR, reads(ELEMENTS[name]), VECTOR, types.intp, VECTOR, F32_2, F32_1, types.intp)
-    return policy.kernel(linear, f"linear_{name}", signature)
+    plain = (ROWS, VECTOR, reads(ELEMENTS[name]), VECTOR, types.intp, VECTOR, F32_2, F32_1, types.intp)
+    return policy.kernel(linear, f"linear_{name}", plain)
 
 
 @lru_cache(None)
