@@ -21,8 +21,6 @@ from mpillm.jit.tape import Operation
 GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
 
-BLOCK_ROWS = 16        # of quantised rows that each weight is decoded for
-
 
 @policy.inlined
 def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
@@ -85,7 +83,7 @@ def quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase
     """The same for quantised formats."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-    stretch = max(k, 1) if rows <= BLOCK_ROWS else K_STRETCH
+    stretch = max(k, 1) if rows <= quantised.MOST_ROWS else K_STRETCH
     while p < stop:
         panels = min(GROUP, stop - p)
         partial = 16 * (p + panels) > n
@@ -94,9 +92,10 @@ def quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
         _clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
-            for row in range(0, rows, BLOCK_ROWS):
-                blocks_by_panels(min(BLOCK_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales, phase, p,
-                                 panels, k_start, min(k, k_start + stretch), target, offset + row * stride, stride)
+            for row in range(0, rows, quantised.MOST_ROWS):
+                blocks_by_panels(min(quantised.MOST_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales,
+                                 phase, p, panels, k_start, min(k, k_start + stretch), target,
+                                 offset + row * stride, stride)
         _finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
@@ -115,8 +114,8 @@ def reads(kind: Any, dimensions: int = 1, layout: Literal["A", "C"] = "C") -> ty
 INT = types.intp
 F32_1, F32_2 = types.float32[::1], types.float32[:, ::1]
 VECTOR, ROWS, STRIDED = reads(types.float32), reads(types.float32, 2), reads(types.float32, 2, "A")
-ELEMENTS = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
-            **{name: element for element, name in quantised.FORMAT_OF.items()}}
+ELEMENTS: dict[str, Any] = {"f32": types.float32, "bf16": types.uint16, "f16": types.int16,
+                            **{name: element for element, name in quantised.FORMAT_OF.items()}}
 
 
 @lru_cache(None)

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from case_list import BY_NAME
-from cases import read_safetensors, shapes, values, write_folder
+from case_list import BY_NAME, new
+from cases import Case, prompts, read_safetensors, shapes, values, write_folder
 from comparing import check, run_case, same_bits
 from naive_llama import NaiveLlama
-from recorded import load_recorded, relative_error
+from recorded import Recorded, load_recorded, relative_error
 from to_gguf import write_gguf
 
 
 @pytest.mark.parametrize("name, weights", [("ratio4", "bf16"), ("nine", "f16")])
 def test_exact_in_the_format_of_the_file(name, weights, tmp_path):
-    prompts = load_recorded(name)
+    wanted = load_recorded(name)
     model = write_folder(BY_NAME[name], tmp_path / "model")
-    check(run_case(tmp_path, model, prompts, 2, weights=weights), prompts)
+    check(run_case(tmp_path, model, wanted, 2, weights=weights), wanted)
 
 
 def test_auto_keeps_what_the_file_has(tmp_path):
-    prompts = load_recorded("ratio4")
+    wanted = load_recorded("ratio4")
     model = write_folder(BY_NAME["ratio4"], tmp_path / "model")
-    same_bits(run_case(tmp_path, model, prompts, 1, weights="auto", name="auto"),
-              run_case(tmp_path, model, prompts, 1, weights="bf16", name="bf16"), ["p0", "p3"])
+    same_bits(run_case(tmp_path, model, wanted, 1, weights="auto", name="auto"),
+              run_case(tmp_path, model, wanted, 1, weights="bf16", name="bf16"), ["p0", "p3"])
 
 
 class RoundedInputs(NaiveLlama):
-    """The twin of q8_0: what is multiplied is rounded to eight bits in blocks of 32 of a row, as ggml does."""
+    """The twin of quantised weights: what is multiplied is rounded to eight bits in blocks of 32, as ggml does."""
 
     def linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return super().linear(rounded(x), name)
@@ -43,20 +43,27 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (np.sign(q) * np.floor(np.abs(q) + 0.5) * d.astype(np.float16)).reshape(x.shape)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_q8_0_rounds_inputs_to_eight_bits_and_nothing_else(ranks, tmp_path):
+BLOCKS = Case("blocks", new("llama", (12, 4), 256, 768, head_dim=64), lengths=(5, 20))
+
+
+@pytest.mark.parametrize("case, kind, ranks", [
+    (BY_NAME["tiny"], "Q8_0", 1), (BY_NAME["tiny"], "Q8_0", 3), (BY_NAME["tiny"], "Q4_0", 3),
+    (BY_NAME["tiny"], "Q4_1", 3), (BLOCKS, "Q4_K", 5), (BLOCKS, "Q6_K", 3)],
+    ids=lambda x: getattr(x, "name", str(x)))
+def test_quantised_formats_round_inputs_to_eight_bits_and_nothing_else(case, kind, ranks, tmp_path):
     """Most rows agree to float32's precision; in some a value came to the other side of a rounding border, and what
-    follows from that is no more than the rounding itself does."""
-    case, path = BY_NAME["tiny"], tmp_path / "model.gguf"
-    tensors = write_gguf(case.config, read_safetensors(write_folder(case, tmp_path / "folder")), path, "Q8_0")
-    wanted = load_recorded("tiny")[:3]
-    found = run_case(tmp_path, path, wanted, ranks, weights="q8_0")
+    follows from that is no more than the rounding itself does. Slices of K-quants begin inside their blocks, none
+    inside a block of 32: there each rank would round its part of the block by itself."""
+    path = tmp_path / "model.gguf"
+    tensors = write_gguf(case.config, read_safetensors(write_folder(case, tmp_path / "folder")), path, kind)
     twin, exact = RoundedInputs(case.config, tensors), NaiveLlama(case.config, tensors)
+    wanted = [Recorded(prompt, *exact.greedy(prompt, 4)) for prompt in list(prompts(case))[:3]]
+    found, rows = run_case(tmp_path, path, wanted, ranks, weights="auto"), []
     for i, prompt in enumerate(wanted):
         logits = found.logits(f"p{i}")[:len(prompt.prompt)]
-        rows = [relative_error(*pair) for pair in zip(logits, twin.logits(prompt.prompt), strict=True)]
-        assert np.median(rows) < 1e-5 and max(rows) < 0.05, sorted(rows)
+        rows += [relative_error(*pair) for pair in zip(logits, twin.logits(prompt.prompt), strict=True)]
         assert 1e-3 < relative_error(logits, exact.logits(prompt.prompt)) < 0.05
+    assert np.median(rows) < 1e-5 and max(rows) < 0.05, sorted(rows)
 
 
 def test_the_recipe_is_not_flat():

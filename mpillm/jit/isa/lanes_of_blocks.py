@@ -64,7 +64,7 @@ def put_sixteen(typingctx, kind, raw, at, row_bytes, row, low, high, sub, w, to,
             inside = b.select(b.icmp_signed("<", I64(lane), low), low, I64(lane))
             inside = b.select(b.icmp_signed(">=", inside, high), b.sub(high, I64(1)), inside)
             rows.append(v.at(b, raw, b.add(b.mul(b.add(row, inside), row_bytes), at), I8))
-        numbers, first, stop = v.lane_numbers(), *(v.splat(b, b.trunc(end, I32), V16I) for end in (low, high))
+        numbers, (first, stop) = v.lane_numbers(), [v.splat(b, b.trunc(end, I32), V16I) for end in (low, high)]
         wanted = b.and_(b.icmp_signed(">=", numbers, first), b.icmp_signed("<", numbers, stop))
         places = v.at(b, w, to, I8), v.at(b, scales, own, I8), v.at(b, scales, above, I8)
         done = b.append_basic_block("done")

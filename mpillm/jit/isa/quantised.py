@@ -50,15 +50,16 @@ SHAPES = {"q8_0": Shape(0, 512, 16, 0, "s8", 0), "q4_0": Shape(1, 256, 16, 0, "u
 FORMAT_OF = {types.int8: "q8_0", types.uint8: "q4_0", types.int32: "q4_1", types.uint32: "q4_K",
              types.int64: "q6_K"}
 AHEAD = 2048                   # bytes of weights asked for in advance
+MOST_ROWS = 16                 # that each weight is decoded for
 
 
 @intrinsic
 def blocks_by_panels(typingctx, rows, first_row, k, x, x_scales, x_sums, w, w_scales, phase, first_panel,
                      panels, k_start, k_stop, y, y_offset, y_stride):
-    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; any rows and panels.
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to MOST_ROWS rows, any panels.
 
     x int8 [*, k], x_scales f32 [*, k/32], x_sums int32 [*, k/16], of which rows first_row ... are used. Each block of
-    a panel is decoded once for all rows: they should fit the cache.
+    a panel is decoded once for all rows.
     w (the format follows from its element type) and w_scales int16 are a whole matrix, see layout.py;
     ``phase`` is the number of its first block within a super-block. Offsets of y are in elements.
     """
@@ -90,11 +91,14 @@ def _function(module: ir.Module, name: str, kinds: list) -> ir.Function:
     behind = b.mul(blocks, I64(shape.words))
     stride = b.add(behind, b.mul(supers, I64(shape.super_words)))
     start, stop = (b.sdiv(end, I64(BLOCK)) for end in (k_start, k_stop))
+    sums = cgutils.alloca_once(b, F32, I64(MOST_ROWS * LANES))
     with cgutils.for_range(b, panels) as loop:
         panel = b.add(first_panel, loop.index)
         codes = v.at(b, w, b.mul(b.mul(panel, blocks), I64(shape.codes)), I8)
         scales = v.at(b, w_scales, b.mul(panel, stride), I16)
         column = b.add(y_offset, b.mul(loop.index, I64(LANES)))
+        # Rows of y are often a power of two apart and would push each other out of the cache.
+        _copy(b, rows, y, column, y_stride, sums, I64(0), I64(LANES))
         with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (block, _):
             own = v.at(b, codes, b.mul(block, I64(shape.codes)), I8)
             for line in range(0, shape.codes, 64):
@@ -105,10 +109,18 @@ def _function(module: ir.Module, name: str, kinds: list) -> ir.Function:
                 quads, scale = _decoded(b, name, own, lane), _Scales(b, name, place)
                 with cgutils.for_range(b, rows) as turn:
                     row = b.add(b.mul(b.add(first_row, turn.index), blocks), block)
-                    y_at = b.add(column, b.add(b.mul(turn.index, y_stride), I64(lane)))
-                    _emit_row(b, name, row, (x, x_scales, x_sums), quads, scale, v.at(b, y, y_at, F32))
+                    at = v.at(b, sums, b.add(b.mul(turn.index, I64(LANES)), I64(lane)), F32)
+                    _emit_row(b, name, row, (x, x_scales, x_sums), quads, scale, at)
+        _copy(b, rows, sums, I64(0), I64(LANES), y, column, y_stride)
     b.ret_void()
     return function
+
+
+def _copy(b: ir.IRBuilder, rows: Any, source: Any, start: Any, stride: Any, target: Any, to: Any, step: Any) -> None:
+    """16 floats of each row."""
+    with cgutils.for_range(b, rows) as turn:
+        values = v.load(b, V16F, v.at(b, source, b.add(start, b.mul(turn.index, stride)), F32), 4)
+        v.store(b, values, v.at(b, target, b.add(to, b.mul(turn.index, step)), F32), 4)
 
 
 def _emit_row(b: ir.IRBuilder, name: str, row: Any, x: tuple, quads: list, scale: _Scales, y: Any) -> None:
