@@ -16,6 +16,7 @@ Batch inference of large language models on CPU clusters, over MPI.
 commands:
   run    the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
   show   a short table of a run's results: mpillm show out.h5
+  bench  the machine's limits and a model's speed against them: mpillm bench machine | model
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -33,7 +34,13 @@ def _show(argv: list[str]) -> int:
     return show(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show}
+def _bench(argv: list[str]) -> int:
+    from mpillm.cli.bench import bench
+
+    return bench(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "bench": _bench}
 
 
 def command(argv: list[str]) -> int:
