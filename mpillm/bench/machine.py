@@ -24,6 +24,7 @@ LINE = 64
 LEAST_BUFFER, MOST_BUFFER = 1 << 30, 8 << 30     # bytes that the ranks of a node read together
 MESSAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 L2_DEFAULT = 512 << 10
+ROUNDS, READ = 1 << 21, 128 << 20                 # of a peak's loop, bytes: some milliseconds, at least
 #: what an unknown or emulated tier's products are compared with, best first
 BEST_TIERS = ("amx", "avx512", "avx2", "any")
 
@@ -123,14 +124,15 @@ class Reader:
     def _rate(self, data: np.ndarray, threads: int, seconds: float) -> Rate:
         lines = data.nbytes // LINE
         counted = lines // threads // 8 * 8 * threads * LINE
-        return self.ranks.rate(lambda repeats: self._kernel(data, lines, repeats, self._out, threads), counted, seconds)
+        return self.ranks.rate(lambda repeats: self._kernel(data, lines, repeats, self._out, threads), counted, seconds,
+                               scale=max(1, READ // counted))
 
 
 def peak(ranks: Ranks, key: tuple[str, str], threads: int, seconds: float) -> Rate:
     """Operations/s (a multiply and an add are two) of one of ``measure.PEAKS`` on all ranks."""
     kernel, operations = measure.peak_kernel(key), measure.PEAKS[key][1]
     config, out = measure.tile_config(), np.zeros(8 * threads, np.int64)
-    return ranks.rate(lambda rounds: kernel(rounds, config, out, threads), operations * threads, seconds, scale=1024)
+    return ranks.rate(lambda rounds: kernel(rounds, config, out, threads), operations * threads, seconds, scale=ROUNDS)
 
 
 def common_peaks(world: collectives.World) -> list[tuple[str, str]]:

@@ -288,10 +288,12 @@ def _row(loaded: Loaded, test: Test, amount: int, runs: list[Run], timed: tuple[
     return world.bcast(row)
 
 
-def tests_of(batches: list[int], depths: list[int], prompt: int, tokens: int) -> list[Test]:
-    """All tests, prefill before decode at each depth and batch; a count of 0 leaves its kind out."""
-    return [Test(kind, count, batch, depth) for depth in depths for batch in batches
-            for kind, count in (("pp", prompt), ("tg", tokens)) if count]
+def tests_of(prompt_batches: list[int], batches: list[int], depths: list[int], prompt: int,
+             tokens: int) -> list[Test]:
+    """All tests, prefill before decode at each depth; a count of 0 leaves its kind out."""
+    kinds = (("pp", prompt, prompt_batches), ("tg", tokens, batches))
+    return [Test(kind, count, batch, depth) for depth in depths for kind, count, batches in kinds if count
+            for batch in batches]
 
 
 __all__ = ["Loaded", "measure_model", "tests_of"]

@@ -70,6 +70,8 @@ def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--prefill-chunk", type=_positive, default=512, metavar="N", help="as for run (default 512)")
     model.add_argument("--batch", type=_positives, default=[1, 8, 32], metavar="N,N",
                        help="sequences that run together (default 1,8,32)")
+    model.add_argument("--prompt-batch", type=_positives, metavar="N,N",
+                       help="the same of the prefill tests (default: those of --batch)")
     model.add_argument("--depth", type=_counts, default=[0, 4096, 16384], metavar="N,N",
                        help="positions in the cache before the test (default 0,4096,16384)")
     model.add_argument("--prompt", type=_count, default=512, metavar="N",
@@ -197,7 +199,7 @@ def _model(world: World, given: argparse.Namespace) -> list[dict[str, Any]]:
     from mpillm.bench import model as measuring
 
     loaded = _load(world, given)
-    tests = measuring.tests_of(given.batch, given.depth, given.prompt, given.tokens)
+    tests = measuring.tests_of(given.prompt_batch or given.batch, given.batch, given.depth, given.prompt, given.tokens)
     beyond = [depth for depth in given.depth if depth + max(given.prompt, given.tokens) > loaded.config.context]
     if beyond and world.rank == 0:
         LOG.warning("depth %s is beyond the model's %d positions: measured all the same, its texts would be noise",
