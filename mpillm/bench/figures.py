@@ -15,7 +15,7 @@ from mpillm.partition import Share
 
 
 @dataclass(frozen=True)
-class Test:
+class SpeedTest:
     """A measurement, named as llama-bench names it: "pp512" prefills, "tg128 @ d4096" generates behind a depth."""
 
     kind: str          # "pp" or "tg"
@@ -83,7 +83,7 @@ def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: 
                  model.windows)
 
 
-def budget(test: Test, step_seconds: float, rows: int, seconds: float, repetitions: int) -> tuple[int, int]:
+def budget(test: SpeedTest, step_seconds: float, rows: int, seconds: float, repetitions: int) -> tuple[int, int]:
     """(repetitions, amount) of a test that fit ``seconds``, when a step takes ``step_seconds``.
 
     The amount is tokens of every sequence for "tg", sequences for "pp" (which run one behind another, ``rows`` a step,

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpillm import kernels
 from mpillm.bench import machine
-from mpillm.bench.figures import Costs, Piece, Test, budget
+from mpillm.bench.figures import Costs, Piece, SpeedTest, budget
 from mpillm.bench.machine import Ranks, Reader
 from mpillm.config import RunConfig, format_size
 from mpillm.engine.blocks import BlockLedger, blocks_for
@@ -88,7 +88,7 @@ class Run:
     step: float                   # seconds of the first step
 
 
-def sequences_of(test: Test, amount: int, vocab: int) -> list[Sequence]:
+def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
     """The sequences of a run: ``test.batch`` that generate ``amount`` tokens, or ``amount`` that are prefilled."""
     rng = np.random.default_rng(0)
     decode = test.kind == "tg"
@@ -104,14 +104,14 @@ def sequences_of(test: Test, amount: int, vocab: int) -> list[Sequence]:
     return made
 
 
-def blocks_of(test: Test, amount: int) -> int:
+def blocks_of(test: SpeedTest, amount: int) -> int:
     """Cache blocks that the sequences of a run reserve together."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
     return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
 
 
-def planned_steps(test: Test, amount: int, chunk: int) -> Iterator[list[Piece]]:
+def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Piece]]:
     """The counted steps of a run, found by running the scheduler without a model."""
     sequences = sequences_of(test, amount, 1)
     scheduler = _scheduler(sequences, blocks_of(test, amount), chunk)
@@ -145,7 +145,7 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     return cache
 
 
-def run_test(loaded: Loaded, test: Test, amount: int, cache: list[LayerCache]) -> Run:
+def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCache]) -> Run:
     """One run of ``amount`` tokens ("tg") or sequences ("pp") on ``cache``. Raises ModelError."""
     replica, settings = loaded.replica, loaded.settings
     sequences = sequences_of(test, amount, loaded.config.vocab)
@@ -167,7 +167,8 @@ def run_test(loaded: Loaded, test: Test, amount: int, cache: list[LayerCache]) -
     return Run(amount * test.count, ended, float(exchange.sum()), float(steps["total_s"][0]))
 
 
-def kernel_seconds(loaded: Loaded, test: Test, amount: int, cache: list[LayerCache]) -> tuple[dict[str, float], float]:
+def kernel_seconds(loaded: Loaded, test: SpeedTest, amount: int,
+                   cache: list[LayerCache]) -> tuple[dict[str, float], float]:
     """Seconds by kernel family of one short run, and how long it took; ({}, 0) when the kernels keep no time."""
     start, read = (getattr(kernels, name, None) for name in ("time_kernels", "kernel_seconds"))
     if start is None or read is None:
@@ -211,7 +212,7 @@ class MachineLimits:
                 machine.peak(self.ranks, self.key, threads, LIMIT_SECONDS / 3).best)
 
 
-def measure_model(loaded: Loaded, tests: list[Test], repetitions: int, seconds: float,
+def measure_model(loaded: Loaded, tests: list[SpeedTest], repetitions: int, seconds: float,
                   read_nbytes: int | None = None) -> Iterator[dict[str, Any]]:
     """A row for each test that memory allows, the same on every rank. Raises ModelError.
 
@@ -225,7 +226,7 @@ def measure_model(loaded: Loaded, tests: list[Test], repetitions: int, seconds: 
             yield row
 
 
-def _measure_test(loaded: Loaded, test: Test, repetitions: int, seconds: float,
+def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: float,
                   limits: MachineLimits) -> dict[str, Any] | None:
     world, chunk = loaded.ranks.world, loaded.settings.prefill_chunk
     whole = test.count if test.kind == "tg" else test.batch
@@ -250,7 +251,7 @@ def _measure_test(loaded: Loaded, test: Test, repetitions: int, seconds: float,
                 limits.key)
 
 
-def _cache_for(loaded: Loaded, test: Test, amount: int) -> list[LayerCache] | None:
+def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache] | None:
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
     world, config = loaded.ranks.world, loaded.config
     kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
@@ -264,7 +265,7 @@ def _cache_for(loaded: Loaded, test: Test, amount: int) -> list[LayerCache] | No
     return filled_cache(loaded, blocks_of(test, amount))
 
 
-def _row(loaded: Loaded, test: Test, amount: int, runs: list[Run], timed: tuple[dict[str, float], float],
+def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run], timed: tuple[dict[str, float], float],
          limits: list[float], key: tuple[str, str]) -> dict[str, Any]:
     """The figures of a test, summed over the ranks where they are theirs."""
     world = loaded.ranks.world
@@ -273,7 +274,8 @@ def _row(loaded: Loaded, test: Test, amount: int, runs: list[Run], timed: tuple[
     moved, operations = map(float, np.sum(world.allgather(own), axis=0))
     speeds = [run.tokens / run.seconds for run in runs]
     middle = runs[int(np.argsort(speeds)[len(speeds) // 2])]
-    seconds, tokens = statistics.median(run.seconds for run in runs), middle.tokens
+    tokens = middle.tokens
+    seconds = tokens / statistics.median(speeds)
     row = {
         "test": test.name, "batch": test.batch, "depth": test.depth, "n_ranks": world.size,
         "n_threads": loaded.ranks.threads, "weights": loaded.weights, "avg_ts": statistics.fmean(speeds),
@@ -289,10 +291,10 @@ def _row(loaded: Loaded, test: Test, amount: int, runs: list[Run], timed: tuple[
 
 
 def tests_of(prompt_batches: list[int], batches: list[int], depths: list[int], prompt: int,
-             tokens: int) -> list[Test]:
+             tokens: int) -> list[SpeedTest]:
     """All tests, prefill before decode at each depth; a count of 0 leaves its kind out."""
     kinds = (("pp", prompt, prompt_batches), ("tg", tokens, batches))
-    return [Test(kind, count, batch, depth) for depth in depths for kind, count, batches in kinds if count
+    return [SpeedTest(kind, count, batch, depth) for depth in depths for kind, count, batches in kinds if count
             for batch in batches]
 
 

@@ -28,13 +28,17 @@ LINES = 8                     # cache lines of 64 bytes that a round of the read
 V32B, V16S, V8I, V64B = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8), ir.VectorType(I8, 64)
 
 
-class _BFloat(ir.FloatType):
+class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no class for."""
-
-    intrinsic_name = "bf16"
 
     def __str__(self) -> str:
         return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 V32BF = ir.VectorType(_BFloat(), 32)
