@@ -85,7 +85,8 @@ class Run:
     tokens: int
     seconds: float
     exchange: float               # seconds of it in exchanges, waiting included
-    step: float                   # seconds of the first step
+    step: float                   # seconds of the step that shows what is affordable
+    whole: float                  # seconds of all steps, those that are not counted included
 
 
 def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
@@ -163,8 +164,9 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
         raise ModelError(f"{loaded.name} cannot be measured: {sink.failures[0]}")
     exchange, first = steps["communication_s"], float(steps["start_s"][0] + steps["total_s"][0])
     if test.kind == "tg":
-        return Run(test.batch * amount, ended - first, float(exchange[1:].sum()), float(steps["total_s"][-1]))
-    return Run(amount * test.count, ended, float(exchange.sum()), float(steps["total_s"][0]))
+        return Run(test.batch * amount, ended - first, float(exchange[1:].sum()), float(steps["total_s"][-1]),
+                   ended)
+    return Run(amount * test.count, ended, float(exchange.sum()), float(steps["total_s"][0]), ended)
 
 
 def kernel_seconds(loaded: Loaded, test: SpeedTest, amount: int,
@@ -174,12 +176,10 @@ def kernel_seconds(loaded: Loaded, test: SpeedTest, amount: int,
     if start is None or read is None:
         return {}, 0.0
     amount = min(amount, TIMED_TOKENS if test.kind == "tg" else 1)
-    loaded.ranks.meet()
-    began = time.perf_counter()
     start(True)
     try:
-        run_test(loaded, test, amount, cache)
-        return dict(read()), time.perf_counter() - began
+        run = run_test(loaded, test, amount, cache)
+        return dict(read()), run.whole
     finally:
         start(False)
 

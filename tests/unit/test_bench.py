@@ -131,7 +131,7 @@ def test_thread_counts():
 
 
 def test_shares_of_the_time():
-    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1)
+    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1, whole=2.1)
     assert model.family_shares({}, run, 0.0) == {
         "comm_fraction": 0.25, "python_fraction": None, "family_seconds": {}}
     shares = model.family_shares({"gemm": 0.4, "attention": 0.1, "new": 0.05}, run, 1.0)
@@ -142,15 +142,15 @@ def test_shares_of_the_time():
 
 
 def test_kernels_time_is_asked_for_where_they_keep_it(monkeypatch):
-    calls, loaded = [], SimpleNamespace(ranks=SimpleNamespace(meet=lambda: None))
-    monkeypatch.setattr(model, "run_test", lambda loaded, test, amount, cache: calls.append(amount))
+    calls, loaded = [], SimpleNamespace()
+    run = model.Run(tokens=16, seconds=2.0, exchange=0.0, step=0.1, whole=2.1)
+    monkeypatch.setattr(model, "run_test", lambda loaded, test, amount, cache: calls.append(amount) or run)
     for name in ("time_kernels", "kernel_seconds"):
         monkeypatch.delattr(kernels, name, raising=False)
     assert model.kernel_seconds(loaded, SpeedTest("tg", 128, 1, 0), 128, []) == ({}, 0.0) and not calls
     monkeypatch.setattr(kernels, "time_kernels", calls.append, raising=False)
     monkeypatch.setattr(kernels, "kernel_seconds", lambda: {"gemm": 1.0}, raising=False)
-    families, seconds = model.kernel_seconds(loaded, SpeedTest("tg", 128, 1, 0), 128, [])
-    assert families == {"gemm": 1.0} and seconds > 0
+    assert model.kernel_seconds(loaded, SpeedTest("tg", 128, 1, 0), 128, []) == ({"gemm": 1.0}, 2.1)
     assert calls == [True, model.TIMED_TOKENS, False]
 
 
