@@ -17,7 +17,7 @@ import numpy as np
 from mpillm import collectives
 from mpillm.jit import measure
 from mpillm.machine import memory
-from mpillm.machine.topology import read_text
+from mpillm.machine.topology import parse_cpu_list, read_text
 from mpillm.quant.layout import allocate
 
 LINE = 64
@@ -76,16 +76,17 @@ class Ranks:
         return np.max(self.world.allgather(taken), axis=0)
 
 
-def cache_nbytes(level: int, root: str = "/") -> int:
-    """Bytes of the unified cache of a level that CPU 0 uses; 0 when Linux names none."""
+def cache_of(level: int, root: str = "/") -> tuple[int, int]:
+    """(bytes, CPUs that share it) of the unified cache of a level that CPU 0 uses; (0, 1) when Linux names none."""
     folder = os.path.join(root, "sys/devices/system/cpu/cpu0/cache")
     for index in range(8):
         at = os.path.join(folder, f"index{index}")
         if read_text(os.path.join(at, "level")) == str(level) and read_text(os.path.join(at, "type")) == "Unified":
             size = read_text(os.path.join(at, "size")) or "0"
             digits, unit = size.rstrip("KMG"), size.lstrip("0123456789")
-            return int(digits or 0) << {"K": 10, "M": 20, "G": 30}.get(unit, 0)
-    return 0
+            sharers = parse_cpu_list(read_text(os.path.join(at, "shared_cpu_list")) or "0")
+            return int(digits or 0) << {"K": 10, "M": 20, "G": 30}.get(unit, 0), max(1, len(sharers))
+    return 0, 1
 
 
 def buffer_nbytes(last_cache: int, free: int, node_ranks: int) -> int:
@@ -104,7 +105,7 @@ class Reader:
         self._out = np.zeros(8 * ranks.threads, np.int64)
         world = ranks.world
         if nbytes is None:
-            nbytes = min(world.allgather(buffer_nbytes(cache_nbytes(3), memory.available_nbytes(), world.node_size)))
+            nbytes = min(world.allgather(buffer_nbytes(cache_of(3)[0], memory.available_nbytes(), world.node_size)))
         self.nbytes = nbytes
         self._data = self._touched(nbytes)
 
@@ -202,12 +203,13 @@ def measure_machine(ranks: Ranks, seconds: float, nbytes: int | None = None) -> 
                      "median": rate.median, "repetitions": rate.repetitions, **more})
 
     reader = Reader(ranks, nbytes)
-    l2, l3 = cache_nbytes(2) or L2_DEFAULT, cache_nbytes(3)
+    (l2, _), (l3, sharers) = cache_of(2), cache_of(3)
+    l2 = l2 or L2_DEFAULT
     for threads in thread_counts(most):
         add("read memory", threads, "bytes/s", reader.memory(threads, seconds), nbytes=reader.nbytes)
         if l3:
-            half = l3 // 2 // world.node_size
-            add("read L3", threads, "bytes/s", reader.cached(half, threads, seconds), nbytes=half)
+            held = max(l3 // 2 // sharers, 2 * l2) * threads      # a thread's share of it, and not its L2 alone
+            add("read L3", threads, "bytes/s", reader.cached(held, threads, seconds), nbytes=held)
         add("read L2", threads, "bytes/s", reader.cached(l2 // 2 * threads, threads, seconds), nbytes=l2 // 2 * threads)
     for key in common_peaks(world):
         for threads in thread_counts(most):

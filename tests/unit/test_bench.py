@@ -113,9 +113,10 @@ def test_cache_sizes(tmp_path):
     for index, (level, kind, size) in enumerate(caches):
         folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
         folder.mkdir(parents=True)
-        for name, text in (("level", level), ("type", kind), ("size", size)):
+        for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", "0-3,8")):
             (folder / name).write_text(text + "\n")
-    assert [machine.cache_nbytes(level, str(tmp_path)) for level in (1, 2, 3, 4)] == [0, 512 << 10, 32 << 20, 0]
+    assert [machine.cache_of(level, str(tmp_path)) for level in (1, 2, 3, 4)] == [
+        (0, 1), (512 << 10, 5), (32 << 20, 5), (0, 1)]
 
 
 @pytest.mark.parametrize(("last_cache", "free", "ranks", "expected"), [
