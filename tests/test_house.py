@@ -1,6 +1,6 @@
 """The house's walls: which module may import which, read from the source itself, and sizes that fit a screen.
 
-Imports run one way: main -> cli -> engine -> models -> layers -> doors -> rooms -> errors.  Imports inside
+Imports run one way: main -> cli -> bench -> engine -> models -> layers -> doors -> rooms -> errors.  Imports inside
 functions and under TYPE_CHECKING count like any other.
 """
 
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpillm"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 # Storeys from the top; a module may import its own storey and those below
-STOREYS = (("main",), ("cli",), ("engine",), ("models",), ("layers",),
+STOREYS = (("main",), ("cli",), ("bench",), ("engine",), ("models",), ("layers",),
            ("partition", "collectives", "kernels", "io", "config", "log"),
            ("jit", "formats", "quant", "machine"), ("errors",))
 LEVEL = {place: len(STOREYS) - depth for depth, storey in enumerate(STOREYS) for place in storey}

@@ -17,6 +17,7 @@ commands:
   run     the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
   show    a short table of a run's results: mpillm show out.h5
   doctor  what a run would find on this machine, and what stands in its way
+  bench   the machine's limits and a model's speed against them: mpillm bench machine | model
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -40,7 +41,14 @@ def _doctor(argv: list[str]) -> int:
     return doctor(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor}
+def _bench(argv: list[str]) -> int:
+    from mpillm.cli.bench import bench
+
+    return bench(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor,
+                                                   "bench": _bench}
 
 
 def command(argv: list[str]) -> int:
