@@ -7,13 +7,13 @@ of threads or on how rows are cut into calls. Arrays are C-contiguous float32 un
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mpillm.errors import UsageError
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
@@ -24,16 +24,26 @@ from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
 from mpillm.jit import selftest as _selftest
 from mpillm.jit import tape as _tape
-from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
-from mpillm.jit.isa.amx import SCRATCH as _SCRATCH
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
-from mpillm.quant.layout import FORMATS, LIMIT, PAIR, QUANTISED, WORDS, allocate, packed_nbytes
+from mpillm.plan import (
+    BLOCK,
+    KV_TYPES,
+    WANTED,
+    Heads,
+    LayerCache,
+    Plan,
+    Rows,
+    allocate_cache,
+    cache_block_nbytes,
+    cache_shape,
+    check_kv,
+)
+from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
-BLOCK = _attention.BLOCK
-KV_TYPES = ("f32", "f16", "bf16")
+F = TypeVar("F", bound=Callable[..., Any])
 _F32 = np.dtype(np.float32)
 _ELEMENTS_PER_THREAD = 16384      # below, starting a second thread costs more than it saves
 
@@ -41,6 +51,27 @@ set_threads = _policy.set_threads
 threads = _policy.threads
 tested_tier, lowest_tier, set_tier = _selftest.tested_tier, _select.lowest, _select.set_tier
 tier, prepare_threads = _select.tier, _tape.prepare
+
+
+class Spent:
+    """Seconds in kernels that are called by themselves, by family, since the start; a plan counts its own."""
+
+    seconds = {"sampling": 0.0, "lookup": 0.0}
+
+    @classmethod
+    def timed(cls, family: str) -> Callable[[F], F]:
+        """Count the time of a function."""
+        def decorate(function: F) -> F:
+            @functools.wraps(function)
+            def timed(*arguments: Any) -> Any:
+                began = time.perf_counter()
+                result = function(*arguments)
+                cls.seconds[family] += time.perf_counter() - began
+                return result
+
+            return timed  # type: ignore[return-value]
+
+        return decorate
 
 
 def _rows(name: str, x: np.ndarray) -> np.ndarray:
@@ -62,273 +93,6 @@ def _output(name: str, out: np.ndarray | None, shape: tuple[int, int]) -> np.nda
     return _rows(name, out)
 
 
-ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
-
-
-@dataclass
-class Heads:
-    """Which heads an attention has: query heads in groups, one group for each KV head.
-
-    Query heads ``starts[j]`` ... ``stops[j] - 1`` use KV head j, each head one.
-    """
-
-    head_dim: int
-    n_heads: int
-    starts: np.ndarray      # int32 [J]
-    stops: np.ndarray       # int32 [J]
-
-    def __post_init__(self) -> None:
-        groups = self.stops - self.starts
-        assert (groups >= 0).all() and groups.sum() == self.n_heads, f"heads {self.starts} ... {self.stops}"
-
-    @property
-    def n_kv_heads(self) -> int:
-        return len(self.starts)
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of a sequence that go through a cache block together."""
-        return max(1, _attention.QUERIES // max(1, int((self.stops - self.starts).max(initial=1))))
-
-
-@dataclass
-class LayerCache:
-    """Keys and values of one layer, in blocks, as the kernels lay them out."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    kv_type: str
-
-
-@dataclass
-class Rows:
-    """The rows of one step, from any number of sequences; every layer sees the same.
-
-    Rows of consecutive positions of a sequence that stand together are worked on together.
-    """
-
-    tokens: np.ndarray       # int64 [T]
-    positions: np.ndarray    # int32 [T]
-    sequences: np.ndarray    # int32 [T], rows of block_table
-    block_table: np.ndarray  # int32 [S, blocks], cache blocks of each sequence in order of position
-    cos: np.ndarray          # float32 [T, D / 2]
-    sin: np.ndarray          # float32 [T, D / 2]
-
-
-class Plan:
-    """The operations of one step, recorded once over fixed buffers and run for any rows up to ``capacity``.
-
-    Arrays of rows are float32 [capacity, n]; a row may be a slice of a wider one. Each method records one operation.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.tape = capacity, _tape.Tape()
-        self._buffers: dict[tuple, np.ndarray] = {}
-        self._heads: Heads | None = None
-        self._n_blocks = 0
-        self._room, self._tiles = _NOTHING, np.zeros(0, np.uint8)
-        self._ready = False
-
-    def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
-        """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
-
-        Asked for again, it is the same room.
-        """
-        whole = n if whole is None else whole
-        key = (name, whole)
-        if key not in self._buffers:
-            self._buffers[key] = np.zeros((self.capacity, whole), np.float32)
-        return self._buffers[key][:, before:before + n]
-
-    def call(self, family: str, function: Callable[[int], None]) -> None:
-        """Leave the kernels for ``function(rows)``."""
-        self.tape.call(family, lambda: function(self._n_rows))
-
-    def linear(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray,
-               rows: _tape.Cell = ROWS) -> None:
-        """out [., n] = x [., k] @ w.T + bias [n]. float32 sums along k in order; quantised formats quantise x first."""
-        assert x.shape == (self.capacity, w.k) and x.flags.c_contiguous, f"linear: x {x.shape}, {w.k} inputs"
-        assert out.shape == (self.capacity, w.n) and out.flags.c_contiguous, f"linear: out {out.shape}, n {w.n}"
-        assert bias is None or bias.shape == (w.n,), f"linear: bias {bias.shape if bias is not None else 0}, n {w.n}"
-        if w.n == 0:
-            return
-        shared = (_NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
-        tier = _select.tier()
-        if w.format in QUANTISED:
-            codes, scales = self._array("codes", w.k, np.int8), self._array("scales", w.k // 32, np.float32)
-            sums = self._array("sums", w.k // 16, np.int32)
-            self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
-            given = (codes, scales, sums, rows, w.k, w.data, w.scales, w.phase, *shared)
-            if tier == "amx":
-                self.tape.add("linear", _tiles.codes_operation(w.format), *given, self._scratch())
-            else:
-                self.tape.add("linear", _gemm.linear_operation(w.format), *given)
-        elif w.format == "bf16" and tier in ("avx512", "amx"):
-            rounded = self._array("bf16", -(-w.k // 32) * 32, np.uint16)
-            convert, linear = _tiles.bf16_operations(tier)
-            self.tape.add("quantise", convert, x, rows, w.k, rounded)
-            given = (rounded, rows, w.k, w.data, w.stride, *shared)
-            self.tape.add("linear", linear, *given, *((self._scratch(),) if tier == "amx" else ()))
-        else:
-            self.tape.add("linear", _gemm.linear_operation(w.format), x, _NOTHING, rows, w.k, w.data, _NOTHING,
-                          w.stride, *shared)
-
-    def _scratch(self) -> np.ndarray:
-        """Room of each thread for tiles."""
-        if self._tiles.size == 0:
-            self._tiles = allocate(_policy.threads() * _SCRATCH, np.uint8)
-        return self._tiles
-
-    def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
-        return self._buffers.setdefault((name, n, dtype), np.zeros((self.capacity, n), dtype))
-
-    def norm(self, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
-             chosen: bool = False) -> None:
-        """out = x / sqrt(mean(x**2) + eps) * weight, of the wanted rows of x only if ``chosen``."""
-        _same("norm", x, out, weight)
-        rows = WANTED if chosen else ROWS
-        self.tape.add("norm", _elementwise.operation("norm"), rows, x.shape[1], x, _stride(x), chosen,
-                      _tape.Cell("chosen"), weight, eps, out, _stride(out))
-
-    def add_norm(self, x: np.ndarray, y: np.ndarray, bias: np.ndarray | None, weight: np.ndarray | None, eps: float,
-                 out: np.ndarray) -> None:
-        """x += y (+ bias); out = norm of x, unless ``weight`` is None."""
-        _same("add_norm", x, y, bias)
-        _same("add_norm", x, out, weight)
-        assert x.flags.c_contiguous, f"add_norm: strides {x.strides}"
-        self.tape.add("norm", _elementwise.operation("add_norm"), ROWS, x.shape[1], x, y, _stride(y),
-                      bias is not None, _NOTHING if bias is None else bias, weight is not None,
-                      _NOTHING if weight is None else weight, eps, out, _stride(out))
-
-    def reduce_rows(self, memory: tuple[np.ndarray, ...], x: np.ndarray, y: np.ndarray, bias: np.ndarray | None,
-                    weight: np.ndarray | None, eps: float, out: np.ndarray) -> None:
-        """:meth:`add_norm` of y summed over the ranks in rank order; ``memory``: Replica.exchange_arguments()."""
-        _same("reduce_rows", x, y, bias)
-        _same("reduce_rows", x, out, weight)
-        assert x.flags.c_contiguous and y.flags.c_contiguous, f"reduce_rows: strides {x.strides}, {y.strides}"
-        self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
-                      _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
-
-    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray, whole_k: np.ndarray,
-                       whole_v: np.ndarray) -> None:
-        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments()."""
-        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
-                      _stride(whole_k), ROWS)
-
-    def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
-        """out [., f] = silu(gate) * up for rows [gate f | up f]."""
-        assert gate_up.shape[1] == 2 * out.shape[1], f"silu_mul: {gate_up.shape}, {out.shape}"
-        self.tape.add("silu", _elementwise.operation("silu_mul"), ROWS, out.shape[1], gate_up, _stride(gate_up), out,
-                      _stride(out))
-
-    def rope_write(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: Heads, q_norm: np.ndarray | None,
-                   k_norm: np.ndarray | None, eps: float, cache: LayerCache) -> None:
-        """Norm (if given) and rotate q [., heads * D] and k [., kv * D] in place; write k and v into the cache.
-
-        Pairs are (i, i + D/2). A key or value that the cache's type cannot hold leaves NaN in the cache there.
-        """
-        size, n_kv = heads.head_dim, heads.n_kv_heads
-        assert q.shape[1] == heads.n_heads * size and k.shape == v.shape == (self.capacity, n_kv * size), \
-            f"rope_write: q {q.shape}, k {k.shape}, v {v.shape}"
-        self._check_cache("rope_write", cache, heads)
-        normed = q_norm is not None and k_norm is not None
-        name = cache.kv_type
-        self.tape.add("rope", _attention.rope_write_operation(name), ROWS, q, _stride(q), k, _stride(k), v, _stride(v),
-                      heads.n_heads, n_kv, size, _tape.Cell("cos"), _tape.Cell("sin"), normed,
-                      q_norm if normed else _NOTHING, k_norm if normed else _NOTHING, eps, cache.keys, cache.values,
-                      PAIR[name], LIMIT[name], _tape.Cell("sequences"), _tape.Cell("positions"), _tape.Cell("table"),
-                      _tape.Cell("table_width"))
-
-    def attention(self, q: np.ndarray, heads: Heads, cache: LayerCache, scale: float, window: int,
-                  out: np.ndarray) -> None:
-        """out = softmax(scale * q K) V for q [., heads * D].
-
-        A row attends to positions max(0, p - window + 1) ... p of its sequence (window 0: from 0).
-        """
-        assert q.shape == out.shape == (self.capacity, heads.n_heads * heads.head_dim), f"attention: q {q.shape}"
-        self._check_cache("attention", cache, heads)
-        if not heads.n_heads:
-            return
-        shared = (heads.starts, heads.stops, heads.n_kv_heads)
-        cell = _tape.Cell
-        group = heads.most_rows * int((heads.stops - heads.starts).max())
-        self.tape.add("attention", _attention.attention_operation(cache.kv_type), q, _stride(q), out, _stride(out),
-                      cache.keys, cache.values, *shared, cell("sequences"), cell("positions"), cell("table"),
-                      cell("table_width"), cell("tiles"), cell("n_tiles"), scale, heads.head_dim, window, group,
-                      cell("stretches"), cell("split"), cell("room"))
-        self.tape.add("attention", _attention.merge_operation(), out, _stride(out), *shared, cell("positions"),
-                      cell("tiles"), cell("n_tiles"), heads.head_dim, window, group, cell("stretches"), cell("split"),
-                      cell("room"))
-
-    def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
-        _check_kv(cache.kv_type)
-        size, n_blocks = heads.head_dim, cache.keys.shape[0]
-        k_shape, v_shape, dtype = cache_shape(cache.kv_type, n_blocks, heads.n_kv_heads, size)
-        assert cache.keys.shape == k_shape and cache.values.shape == v_shape, \
-            f"{name}: caches {cache.keys.shape}, {cache.values.shape} for {heads.n_kv_heads} heads of {size}"
-        assert cache.keys.dtype == cache.values.dtype == dtype, f"{name}: {cache.keys.dtype} for {cache.kv_type}"
-        assert self._heads is None or self._heads.most_rows == heads.most_rows, f"{name}: groups of heads differ"
-        self._heads, self._n_blocks = heads, n_blocks
-
-    def run(self, rows: Rows, wanted: np.ndarray) -> None:
-        """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
-        m, table = len(rows.positions), rows.block_table
-        assert m <= self.capacity, f"{m} rows for a plan of {self.capacity}"
-        assert table.dtype == np.int32 and table.ndim == 2 and table.flags.c_contiguous, f"table {table.shape}"
-        assert rows.positions.shape == rows.sequences.shape == (m,), f"{rows.positions.shape}"
-        assert rows.positions.dtype == rows.sequences.dtype == np.int32 and wanted.dtype == np.int64
-        at, parts = _tape.address_of, _policy.threads()
-        tiles, n_tiles = np.empty(m + 1, np.int64), 0
-        stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
-        split, room = 0, _NOTHING
-        if self._heads is not None:
-            heads = self._heads
-            n_tiles = _attention.tiles_kernel()(rows.sequences, rows.positions, table.reshape(-1), table.shape[1],
-                                                len(table), self._n_blocks, heads.most_rows, tiles)
-            assert n_tiles >= 0, "a position that is attended to has no block in the table"
-            pairs = n_tiles * heads.n_kv_heads
-            if parts > 1 and stretches > 1 and pairs < 4 * parts:
-                split, room = 1, self._split_room(pairs * stretches, heads)
-            assert rows.cos.shape == rows.sin.shape == (m, heads.head_dim // 2), f"cos {rows.cos.shape}"
-        self._run({"rows": m, "wanted": len(wanted), "chosen": at(wanted), "positions": at(rows.positions),
-                   "sequences": at(rows.sequences), "table": at(table), "table_width": table.shape[1],
-                   "cos": at(rows.cos), "sin": at(rows.sin), "tiles": at(tiles), "n_tiles": n_tiles,
-                   "stretches": stretches, "split": split, "room": at(room)}, parts)
-
-    def _split_room(self, pieces: int, heads: Heads) -> np.ndarray:
-        width = -(-heads.head_dim // 16) * 16 + 2
-        size = pieces * heads.most_rows * int((heads.stops - heads.starts).max()) * width
-        if self._room.size < size:
-            self._room = np.empty(size, np.float32)
-        return self._room
-
-    def run_alone(self, rows: int) -> None:
-        """Run where no operation knows of sequences or a cache."""
-        self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
-
-    def _run(self, values: dict[str, int], parts: int) -> None:
-        if not self._ready:
-            self.tape.finish()
-            self._ready = True
-        self._n_rows = values["rows"]
-        self.tape.run(parts, values)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds in each family of operations since the plan was made, exchanges included."""
-        return self.tape.seconds()
-
-
-def _stride(x: np.ndarray) -> int:
-    contiguous = x.ndim == 2 and (x.strides[1] == 4 or x.shape[1] <= 1 or not len(x))
-    assert x.dtype == _F32 and contiguous, f"rows of {x.dtype}, shape {x.shape}, strides {x.strides}"
-    return x.strides[0] // 4
-
-
-def _same(name: str, x: np.ndarray, y: np.ndarray, vector: np.ndarray | None) -> None:
-    assert x.shape == y.shape and (vector is None or vector.shape == x.shape[1:]), \
-        f"{name}: {x.shape}, {y.shape}, {None if vector is None else vector.shape}"
-
-
 def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
            out: np.ndarray | None = None) -> np.ndarray:
     """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; quantised formats quantise x first."""
@@ -343,6 +107,7 @@ def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
     return out
 
 
+@Spent.timed("lookup")
 def lookup(w: PackedMatrix, ids: np.ndarray) -> np.ndarray:
     """Rows ``ids`` int64 [M] of a packed matrix, exactly -> [M, k]."""
     assert ids.dtype == np.int64 and ids.ndim == 1, f"lookup: ids {ids.dtype} {ids.shape}"
@@ -360,36 +125,7 @@ def lookup(w: PackedMatrix, ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def _check_kv(kv_type: str) -> None:
-    if kv_type not in KV_TYPES:
-        raise UsageError(f"kv-type cannot be {kv_type!r}: use one of {', '.join(KV_TYPES)}")
-
-
-def cache_shape(kv_type: str, n_blocks: int, kv_heads: int,
-                head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """(shape of K, shape of V, dtype) of one layer's cache; f16 and bf16 are kept as 16-bit words."""
-    _check_kv(kv_type)
-    assert head_dim % 2 == 0, f"head_dim {head_dim} is odd"
-    pair, columns = PAIR[kv_type], -(-head_dim // 16)
-    lanes = (16, 2) if pair == 2 else (16,)
-    k_shape = (n_blocks, kv_heads, BLOCK // 16, head_dim // pair, *lanes)
-    return k_shape, (n_blocks, kv_heads, columns, BLOCK // pair, *lanes), np.dtype(WORDS[kv_type])
-
-
-def cache_block_nbytes(kv_type: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of K and V in one block of 64 positions of one layer, padding included."""
-    k_shape, v_shape, dtype = cache_shape(kv_type, 1, kv_heads, head_dim)
-    return (int(np.prod(k_shape)) + int(np.prod(v_shape))) * dtype.itemsize
-
-
-def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int,
-                   head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(K, V) of one layer, pages untouched until they are written."""
-    k_shape, v_shape, dtype = cache_shape(kv_type, n_blocks, kv_heads, head_dim)
-    k, v = (allocate(int(np.prod(shape)), dtype).reshape(shape) for shape in (k_shape, v_shape))
-    return k, v
-
-
+@Spent.timed("sampling")
 def log_sum_exp_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(maximum f32 [S], sum of exp(x - maximum) f64 [S]) of logits [S, V]; the sum is NaN if a logit is."""
     _rows("log_sum_exp_parts", logits)
@@ -400,6 +136,7 @@ def log_sum_exp_parts(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return maxima, sums
 
 
+@Spent.timed("sampling")
 def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(values f32 [S, k'], ids int64 [S, k']) of the k' = min(k, V) largest, descending, ties by lower id.
 
@@ -414,6 +151,7 @@ def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return values, ids
 
 
+@Spent.timed("sampling")
 def gumbel_best(logits: np.ndarray, temperature: float, floor: float, seed: int, position: int,
                 first_id: int) -> tuple[float, int]:
     """(score, index) of the largest logit / temperature + noise(seed, position, first_id + index).
@@ -437,7 +175,7 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
-    _check_kv(kv_type)
+    check_kv(kv_type)
     _tape.warm_up()
     for name in weight_formats:
         _warm_up_linear(name)
@@ -457,11 +195,11 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
 
 def _warm_up_linear(name: str) -> None:
     plan = Plan(1)
-    packed = PackedMatrix(name, 16, 32, *(np.zeros(0, kind) for kind in (WORDS[name], np.int16)))
+    packed = PackedMatrix(name, 16, 32, np.zeros(0, WORDS[name]), np.zeros(0, np.int16))
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "Heads", "LayerCache", "PackedMatrix", "Packer",
-           "Plan", "Rows", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise",
-           "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "set_threads",
-           "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]
+           "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
+           "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
+           "prepare_threads", "set_threads", "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]

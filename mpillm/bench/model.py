@@ -30,14 +30,16 @@ from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.engine.setup import LoadedModel, Split
 from mpillm.errors import ModelError
-from mpillm.layers.attention import LayerCache
+from mpillm.kernels import LayerCache
 from mpillm.machine import memory
 from mpillm.models.config import ModelConfig
 
 LOG = logging.getLogger("mpillm.bench")
-FAMILIES = ("gemm", "attention", "elementwise", "sampling", "exchange", "other")
+FAMILIES = ("gemm", "attention", "elementwise", "sampling", "exchange")
+#: operations of a plan -> family, where it has another name
+FAMILY_OF = {"linear": "gemm", "quantise": "elementwise", "norm": "elementwise", "rope": "elementwise",
+             "silu": "elementwise", "lookup": "elementwise"}
 LIMIT_SECONDS = 0.3           # of measuring the machine's limits, before each test and after
-TIMED_TOKENS = 16             # steps of the separate run that times the kernels
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Run:
     exchange: float               # seconds of it in exchanges, waiting included
     step: float                   # seconds of the step that shows what is affordable
     whole: float                  # seconds of all steps, those that are not counted included
+    families: dict[str, float]    # of them in kernels, exchanges aside
 
 
 def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
@@ -137,11 +140,16 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
     cache = allocate(kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim)
     rng = np.random.default_rng(0)
-    positions, table = np.arange(kernels.BLOCK, dtype=np.int32), np.zeros((1, 1), np.int32)
-    k, v = (rng.standard_normal((kernels.BLOCK, kv_heads * config.head_dim), np.float32) for _ in range(2))
-    for layer in cache:
-        kernels.cache_write(layer.keys, layer.values, kv_type, k, v, np.zeros(kernels.BLOCK, np.int32), positions,
-                            table)
+    count, half, zero = kernels.BLOCK, config.head_dim // 2, np.zeros(kv_heads, np.int32)
+    k, v = (rng.standard_normal((count, kv_heads * config.head_dim), np.float32) for _ in range(2))
+    heads, nothing = kernels.Heads(config.head_dim, 0, zero, zero), np.zeros(count, np.int64)
+    # A first block through the cache's own write, turned by no angle; copies of it for the others
+    rows = kernels.Rows(nothing, np.arange(count, dtype=np.int32), nothing.astype(np.int32), np.zeros((1, 1), np.int32),
+                        np.ones((count, half), np.float32), np.zeros((count, half), np.float32))
+    for layer in cache if kv_heads else ():
+        plan = kernels.Plan(count)
+        plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, None, None, 0.0, layer)
+        plan.run(rows, nothing[:0])
         layer.keys[1:], layer.values[1:] = layer.keys[:1], layer.values[:1]
     return cache
 
@@ -155,46 +163,35 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     share = shares[replica.rank]
     sampler = Sampler(replica, share.vocab.start, max(other.vocab.size for other in shares))
     loaded.ranks.meet()
-    began = time.perf_counter()
+    before, began = kernel_seconds(loaded.model.model), time.perf_counter()
     loop = BatchLoop(loaded.model.model, cache, scheduler, sampler, replica, sink, Ends(frozenset(), 1 << 60),
                      keep_logits="none", text_stream=lambda sequence: None, replica=0, clock_start=began)
     steps = loop.run()
     ended = time.perf_counter() - began
     if sink.failures:
         raise ModelError(f"{loaded.name} cannot be measured: {sink.failures[0]}")
+    families = {name: seconds - before[name] for name, seconds in kernel_seconds(loaded.model.model).items()}
     exchange, first = steps["communication_s"], float(steps["start_s"][0] + steps["total_s"][0])
     if test.kind == "tg":
         return Run(test.batch * amount, ended - first, float(exchange[1:].sum()), float(steps["total_s"][-1]),
-                   ended)
-    return Run(amount * test.count, ended, float(exchange.sum()), float(steps["total_s"][0]), ended)
+                   ended, families)
+    return Run(amount * test.count, ended, float(exchange.sum()), float(steps["total_s"][0]), ended, families)
 
 
-def kernel_seconds(loaded: Loaded, test: SpeedTest, amount: int,
-                   cache: list[LayerCache]) -> tuple[dict[str, float], float]:
-    """Seconds by kernel family of one short run, and how long it took; ({}, 0) when the kernels keep no time."""
-    start, read = (getattr(kernels, name, None) for name in ("time_kernels", "kernel_seconds"))
-    if start is None or read is None:
-        return {}, 0.0
-    amount = min(amount, TIMED_TOKENS if test.kind == "tg" else 1)
-    start(True)
-    try:
-        run = run_test(loaded, test, amount, cache)
-        return dict(read()), run.whole
-    finally:
-        start(False)
+def kernel_seconds(model: Any) -> dict[str, float]:
+    """Seconds by kernel family since the start; exchanges are counted by the ranks."""
+    found = dict.fromkeys(FAMILIES, 0.0)
+    for name, seconds in [*model.seconds().items(), *kernels.Spent.seconds.items()]:
+        if name != "exchange":
+            found[FAMILY_OF.get(name, name)] += seconds
+    return found
 
 
-def family_shares(families: dict[str, float], run: Run, total: float) -> dict[str, Any]:
-    """Shares of a run's time: of exchanges, of kernel families, of Python (what is in neither; None if not known)."""
-    comm = run.exchange / run.seconds if run.seconds else 0.0
-    if not families:
-        return {"comm_fraction": comm, "python_fraction": None, "family_seconds": {}}
-    found = {name: families.get(name, 0.0) for name in FAMILIES}
-    found["other"] += sum(seconds for name, seconds in families.items() if name not in FAMILIES)
-    if not found["exchange"]:
-        found["exchange"] = comm * total
-    return {"comm_fraction": comm, "python_fraction": max(0.0, 1.0 - sum(found.values()) / total),
-            "family_seconds": found}
+def family_shares(run: Run) -> dict[str, Any]:
+    """Shares of a run's time: of exchanges, of kernel families, of Python, which is what is in neither."""
+    families = {**run.families, "exchange": run.exchange}
+    return {"comm_fraction": run.exchange / run.seconds if run.seconds else 0.0,
+            "python_fraction": max(0.0, 1.0 - sum(families.values()) / run.whole), "family_seconds": families}
 
 
 class MachineLimits:
@@ -202,7 +199,7 @@ class MachineLimits:
 
     def __init__(self, loaded: Loaded, nbytes: int | None) -> None:
         self.ranks, self.reader = loaded.ranks, Reader(loaded.ranks, nbytes)
-        tier = getattr(kernels, "tier", lambda: None)()
+        tier = kernels.tier()
         self.key = machine.peak_of_format(loaded.weights, tier, machine.common_peaks(self.ranks.world))
 
     def measure(self) -> tuple[float, float]:
@@ -244,10 +241,9 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
         return None
     before = limits.measure()
     runs = [run_test(loaded, test, amount, cache) for _ in range(repetitions)]
-    families, total = kernel_seconds(loaded, test, amount, cache)
     after = limits.measure()
     cache.clear()
-    return _row(loaded, test, amount, runs, (families, total), [max(pair) for pair in zip(before, after, strict=True)],
+    return _row(loaded, test, amount, runs, [max(pair) for pair in zip(before, after, strict=True)],
                 limits.key)
 
 
@@ -265,7 +261,7 @@ def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache]
     return filled_cache(loaded, blocks_of(test, amount))
 
 
-def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run], timed: tuple[dict[str, float], float],
+def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
          limits: list[float], key: tuple[str, str]) -> dict[str, Any]:
     """The figures of a test, summed over the ranks where they are theirs."""
     world = loaded.ranks.world
@@ -281,7 +277,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run], timed: t
         "n_threads": loaded.ranks.threads, "weights": loaded.weights, "avg_ts": statistics.fmean(speeds),
         "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0, "median_ts": statistics.median(speeds),
         "bandwidth_fraction": moved / seconds / limits[0], "peak_fraction": operations / seconds / limits[1],
-        **family_shares(timed[0], middle, timed[1]),
+        **family_shares(middle),
         "bytes_per_token": moved / tokens, "operations_per_token": operations / tokens,
         "bandwidth": limits[0], "peak": limits[1], "peak_of": " ".join(key),
         "limit_ts": tokens / max(moved / limits[0], operations / limits[1]),

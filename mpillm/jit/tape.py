@@ -225,8 +225,9 @@ class Tape:
             begin = i + 1
 
     def _operations(self, begin: int, end: int, base: int) -> Callable[[int], None]:
-        pairs = np.array([(self._entries[i][0].address, base + 8 * self._starts[i])  # type: ignore[union-attr]
-                          for i in range(begin, end)], np.int64).reshape(-1)
+        found = [operation for operation, _ in self._entries[begin:end] if isinstance(operation, Operation)]
+        pairs = np.array([(operation.address, base + 8 * start) for operation, start in
+                          zip(found, self._starts[begin:end], strict=True)], np.int64).reshape(-1)
         nanoseconds = self._nanoseconds[begin:end]
         return lambda parts: run_words(pairs, end - begin, nanoseconds, parts)
 

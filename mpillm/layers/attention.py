@@ -48,10 +48,9 @@ class Attention:
             k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
         if h.n_heads:
             # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
-            norms = (None, None, 0.0)
-            if self.query_norm is not None and self.key_norm is not None:
-                norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
-            plan.rope_write(q_THD, k_TJD, v_TJD, h, *norms, cache)
+            query, key = (None if norm_ is None else norm_.weight for norm_ in (self.query_norm, self.key_norm))
+            eps = 0.0 if self.query_norm is None else self.query_norm.eps
+            plan.rope_write(q_THD, k_TJD, v_TJD, h, query, key, eps, cache)
             plan.attention(q_THD, h, cache, 1.0 / h.head_dim ** 0.5, self.window, self.output.input(plan))
         self.output.record(plan, residual, norm, normed)
 

@@ -57,6 +57,7 @@ class Llama:
     head: VocabHead
     rope: Rope
     _step: _Step | None = field(default=None, init=False, repr=False)
+    _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
         """Logits float32 [len(wanted), local vocabulary] of the rows ``wanted`` (indices into the step).
@@ -65,6 +66,7 @@ class Llama:
         """
         step = self._step
         if step is None or step.cache is not cache or step.plan.capacity < len(rows.tokens):
+            self._past = self.seconds()
             step = self._step = self._record(cache, room_for(len(rows.tokens)))
         self.embedding(rows.tokens, step.x[:len(rows.tokens)])
         step.plan.run(rows, wanted)
@@ -89,8 +91,11 @@ class Llama:
         return _Step(plan, cache, x, self.head.record(plan))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds in each family of operations since the last plan was made."""
-        return self._step.plan.seconds() if self._step is not None else {}
+        """Seconds in each family of operations since the start."""
+        found = dict(self._past)
+        for family, seconds in (self._step.plan.seconds() if self._step is not None else {}).items():
+            found[family] = found.get(family, 0.0) + seconds
+        return found
 
 
 @dataclass

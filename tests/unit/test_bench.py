@@ -132,27 +132,17 @@ def test_thread_counts():
 
 
 def test_shares_of_the_time():
-    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1, whole=2.1)
-    assert model.family_shares({}, run, 0.0) == {
-        "comm_fraction": 0.25, "python_fraction": None, "family_seconds": {}}
-    shares = model.family_shares({"gemm": 0.4, "attention": 0.1, "new": 0.05}, run, 1.0)
-    assert shares["family_seconds"] == {"gemm": 0.4, "attention": 0.1, "elementwise": 0.0, "sampling": 0.0,
-                                        "exchange": 0.25, "other": 0.05}
-    assert shares["python_fraction"] == pytest.approx(0.2)
-    assert model.family_shares({"gemm": 0.7, "exchange": 0.1}, run, 1.0)["python_fraction"] == pytest.approx(0.2)
+    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1, whole=2.5, families={"gemm": 1.0, "attention": 0.25})
+    shares = model.family_shares(run)
+    assert shares == {"comm_fraction": 0.25, "python_fraction": pytest.approx(0.3),
+                      "family_seconds": {"gemm": 1.0, "attention": 0.25, "exchange": 0.5}}
 
 
-def test_kernels_time_is_asked_for_where_they_keep_it(monkeypatch):
-    calls, loaded = [], SimpleNamespace()
-    run = model.Run(tokens=16, seconds=2.0, exchange=0.0, step=0.1, whole=2.1)
-    monkeypatch.setattr(model, "run_test", lambda loaded, test, amount, cache: calls.append(amount) or run)
-    for name in ("time_kernels", "kernel_seconds"):
-        monkeypatch.delattr(kernels, name, raising=False)
-    assert model.kernel_seconds(loaded, SpeedTest("tg", 128, 1, 0), 128, []) == ({}, 0.0) and not calls
-    monkeypatch.setattr(kernels, "time_kernels", calls.append, raising=False)
-    monkeypatch.setattr(kernels, "kernel_seconds", lambda: {"gemm": 1.0}, raising=False)
-    assert model.kernel_seconds(loaded, SpeedTest("tg", 128, 1, 0), 128, []) == ({"gemm": 1.0}, 2.1)
-    assert calls == [True, model.TIMED_TOKENS, False]
+def test_kernel_time_is_put_into_families_without_the_exchanges(monkeypatch):
+    monkeypatch.setattr(kernels.Spent, "seconds", {"sampling": 0.5, "lookup": 0.25})
+    spent = {"linear": 2.0, "quantise": 0.125, "norm": 0.0625, "attention": 1.0, "exchange": 4.0}
+    found = model.kernel_seconds(SimpleNamespace(seconds=lambda: spent))
+    assert found == {"gemm": 2.0, "attention": 1.0, "elementwise": 0.4375, "sampling": 0.5, "exchange": 0.0}
 
 
 def test_reading_reads_every_line():

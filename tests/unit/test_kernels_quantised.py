@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpillm import kernels
-from mpillm.errors import LaunchError, UsageError
+from mpillm.errors import UsageError
 from mpillm.jit import policy
 from mpillm.jit.isa import select
 
