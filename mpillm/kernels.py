@@ -17,6 +17,7 @@ import numpy as np
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
+from mpillm.jit import fused as _fused
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import pack as _pack
 from mpillm.jit import pack_blocks as _pack_blocks
@@ -31,6 +32,7 @@ from mpillm.plan import (
     BLOCK,
     KV_TYPES,
     WANTED,
+    HeadNorms,
     Heads,
     LayerCache,
     Plan,
@@ -179,6 +181,7 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     _tape.warm_up()
     for name in weight_formats:
         _warm_up_linear(name)
+        _fused.gated_operation(name), _fused.heads_operation(name, kv_type)
         if name in QUANTISED:
             _gemm.quantise_operation(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
             _pack_blocks.encode_kernel()
@@ -199,7 +202,7 @@ def _warm_up_linear(name: str) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "Heads", "LayerCache", "PackedMatrix", "Packer",
-           "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "HeadNorms", "Heads", "LayerCache", "PackedMatrix",
+           "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
            "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
            "prepare_threads", "set_threads", "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]

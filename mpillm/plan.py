@@ -12,6 +12,7 @@ from mpillm.errors import UsageError
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
+from mpillm.jit import fused as _fused
 from mpillm.jit import gemm as _gemm
 from mpillm.jit import policy as _policy
 from mpillm.jit import tape as _tape
@@ -19,7 +20,7 @@ from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.amx import SCRATCH as _SCRATCH
-from mpillm.quant.layout import LIMIT, PAIR, QUANTISED, WORDS, allocate
+from mpillm.quant.layout import LIMIT, PAIR, WORDS, allocate
 from mpillm.quant.packed import PackedMatrix
 
 BLOCK = _attention.BLOCK
@@ -52,6 +53,15 @@ class Heads:
     def most_rows(self) -> int:
         """Rows of a sequence that go through a cache block together."""
         return max(1, _attention.QUERIES // max(1, int((self.stops - self.starts).max(initial=1))))
+
+
+@dataclass
+class HeadNorms:
+    """Weights [D] of the norms of each head of queries and keys, or None."""
+
+    query: np.ndarray | None = None
+    key: np.ndarray | None = None
+    eps: float = 0.0
 
 
 @dataclass
@@ -116,25 +126,76 @@ class Plan:
         if w.n == 0:
             return
         shared = (_NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
-        tier = _select.tier()
-        if w.format in QUANTISED:
+        given, scales, sums = self._prepared(x, w, rows)
+        tier, kind = _select.tier(), _fused.activation(w.format)
+        if kind == "codes" and tier == "amx":
+            self.tape.add("linear", _tiles.codes_operation(w.format), given, scales, sums, rows, w.k, w.data, w.scales,
+                          w.phase, *shared, self._scratch())
+        elif kind == "codes":
+            self.tape.add("linear", _gemm.linear_operation(w.format), given, scales, sums, rows, w.k, w.data, w.scales,
+                          w.phase, *shared)
+        elif kind == "bf16":
+            scratch = (self._scratch(),) if tier == "amx" else ()
+            self.tape.add("linear", _tiles.bf16_operations(tier)[1], given, rows, w.k, w.data, w.stride, *shared,
+                          *scratch)
+        else:
+            self.tape.add("linear", _gemm.linear_operation(w.format), given, _NOTHING, rows, w.k, w.data, _NOTHING,
+                          w.stride, *shared)
+
+    def _prepared(self, x: np.ndarray, w: PackedMatrix, rows: _tape.Cell) -> tuple[np.ndarray, ...]:
+        """x as a product with ``w`` takes it: (values, scales, sums); records what makes it so."""
+        kind, none = _fused.activation(w.format), np.zeros(0, np.int32)
+        if kind == "codes":
             codes, scales = self._array("codes", w.k, np.int8), self._array("scales", w.k // 32, np.float32)
             sums = self._array("sums", w.k // 16, np.int32)
             self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
-            given = (codes, scales, sums, rows, w.k, w.data, w.scales, w.phase, *shared)
-            if tier == "amx":
-                self.tape.add("linear", _tiles.codes_operation(w.format), *given, self._scratch())
-            else:
-                self.tape.add("linear", _gemm.linear_operation(w.format), *given)
-        elif w.format == "bf16" and tier in ("avx512", "amx"):
+            return codes, scales, sums
+        if kind == "bf16":
             rounded = self._array("bf16", -(-w.k // 32) * 32, np.uint16)
-            convert, linear = _tiles.bf16_operations(tier)
-            self.tape.add("quantise", convert, x, rows, w.k, rounded)
-            scratch = (self._scratch(),) if tier == "amx" else ()
-            self.tape.add("linear", linear, rounded, rows, w.k, w.data, w.stride, *shared, *scratch)
-        else:
-            self.tape.add("linear", _gemm.linear_operation(w.format), x, _NOTHING, rows, w.k, w.data, _NOTHING,
-                          w.stride, *shared)
+            self.tape.add("quantise", _tiles.bf16_operations(_select.tier())[0], x, rows, w.k, rounded)
+            return rounded, _NOTHING, none
+        return x, _NOTHING, none
+
+    def _product(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, width: int) -> tuple:
+        """The arguments that fused products share; threads work in rooms of ``width`` outputs for all rows."""
+        assert x.shape == (self.capacity, w.k) and x.flags.c_contiguous, f"x {x.shape}, {w.k} inputs"
+        assert bias is None or bias.shape == (w.n,), f"bias {bias.shape if bias is not None else 0}, n {w.n}"
+        given, scales, sums = self._prepared(x, w, ROWS)
+        w_scales = _NOTHING if w.scales is None else w.scales
+        each, parts = -(-self.capacity * width // 16) * 16, _policy.threads()
+        room = self._buffers.setdefault(("fused", width), allocate(each * parts, np.float32))
+        return (given, scales, sums, ROWS, w.k, w.data, w_scales, w.stride, len(w_scales) // max(1, -(-w.n // 16)),
+                w.phase, _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch())
+
+    def gated(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray) -> None:
+        """out [., n] = silu(gate) * up of the product of x with ``w``, of which panels of gate and up stand in turn."""
+        n = out.shape[1]
+        assert w.n == 2 * n and n % 16 == 0 and len(out) == self.capacity, f"gated: {w.n} outputs, out {out.shape}"
+        if n:
+            width = 32 * min(_fused.PAIRS, n // 16)
+            self.tape.add("linear", _fused.gated_operation(w.format), *self._product(x, w, bias, width), out,
+                          _stride(out), n)
+
+    def heads(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, q: np.ndarray, heads: Heads,
+              norms: HeadNorms, cache: LayerCache) -> None:
+        """Queries into q [., heads * D], keys and values into the cache, of the product of x with ``w``.
+
+        Its outputs are the heads of q, k and v in order. Norms, rotation and rounding as in :meth:`rope_write`.
+        """
+        size, total = heads.head_dim, heads.n_heads + 2 * heads.n_kv_heads
+        assert size % 16 == 0 and w.n == total * size, f"heads: {w.n} outputs for {total} heads of {size}"
+        assert q.shape == (self.capacity, heads.n_heads * size), f"heads: q {q.shape}"
+        self._check_cache("heads", cache, heads)
+        if total:
+            self.tape.add("linear", _fused.heads_operation(w.format, cache.kv_type),
+                          *self._product(x, w, bias, size), q, _stride(q), *self._head_arguments(heads, norms, cache))
+
+    def _head_arguments(self, heads: Heads, norms: HeadNorms, cache: LayerCache) -> tuple:
+        cell, name = _tape.Cell, cache.kv_type
+        return (heads.n_heads, heads.n_kv_heads, heads.head_dim, cell("cos"), cell("sin"),
+                *(_NOTHING if weight is None else weight for weight in (norms.query, norms.key)), norms.eps,
+                cache.keys, cache.values, PAIR[name], LIMIT[name], cell("sequences"), cell("positions"),
+                cell("table"), cell("table_width"))
 
     def _scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
@@ -184,9 +245,9 @@ class Plan:
         self.tape.add("silu", _elementwise.operation("silu_mul"), ROWS, out.shape[1], gate_up, _stride(gate_up), out,
                       _stride(out))
 
-    def rope_write(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: Heads, q_norm: np.ndarray | None,
-                   k_norm: np.ndarray | None, eps: float, cache: LayerCache) -> None:
-        """Norm (if given) and rotate q [., heads * D] and k [., kv * D] in place; write k and v into the cache.
+    def rope_write(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: Heads, norms: HeadNorms,
+                   cache: LayerCache) -> None:
+        """Norm and rotate q [., heads * D] and k [., kv * D] in place; write k and v into the cache.
 
         Pairs are (i, i + D/2). A key or value that the cache's type cannot hold leaves NaN in the cache there.
         """
@@ -194,13 +255,8 @@ class Plan:
         assert q.shape[1] == heads.n_heads * size and k.shape == v.shape == (self.capacity, n_kv * size), \
             f"rope_write: q {q.shape}, k {k.shape}, v {v.shape}"
         self._check_cache("rope_write", cache, heads)
-        normed = q_norm is not None and k_norm is not None
-        name = cache.kv_type
-        self.tape.add("rope", _attention.rope_write_operation(name), ROWS, q, _stride(q), k, _stride(k), v, _stride(v),
-                      heads.n_heads, n_kv, size, _tape.Cell("cos"), _tape.Cell("sin"), normed,
-                      q_norm if normed else _NOTHING, k_norm if normed else _NOTHING, eps, cache.keys, cache.values,
-                      PAIR[name], LIMIT[name], _tape.Cell("sequences"), _tape.Cell("positions"), _tape.Cell("table"),
-                      _tape.Cell("table_width"))
+        self.tape.add("rope", _attention.rope_write_operation(cache.kv_type), ROWS, q, _stride(q), k, _stride(k), v,
+                      _stride(v), *self._head_arguments(heads, norms, cache))
 
     def attention(self, q: np.ndarray, heads: Heads, cache: LayerCache, scale: float, window: int,
                   out: np.ndarray) -> None:

@@ -148,7 +148,7 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
                         np.ones((count, half), np.float32), np.zeros((count, half), np.float32))
     for layer in cache if kv_heads else ():
         plan = kernels.Plan(count)
-        plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, None, None, 0.0, layer)
+        plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, kernels.HeadNorms(), layer)
         plan.run(rows, nothing[:0])
         layer.keys[1:], layer.values[1:] = layer.keys[:1], layer.values[:1]
     return cache

@@ -44,39 +44,75 @@ def _store_row(cache, to, together, step, stride, x, start, size, poison):
 
 
 @policy.helper
-def _rope_write_part(part, parts, rows, q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, size, cos, sin,
-                     normed, q_norm, k_norm, eps, k_cache, v_cache, pair, limit, row_seq, positions, table,
-                     table_width):
-    """Norm and rotate queries and keys in place, and round keys and values into the cache.
+def _write_head(cache, values, j, kv_heads, size, x, start, pair, limit, row_seq, position, table, table_width):
+    """Round a head's key (or with ``values`` its value) of one position into the cache.
 
-    A work item is a head of a row; with ``normed`` each is normed first. A value of size >= ``limit``, or one that
-    is not finite, cannot be held: then the head is NaN at this position, and so is all that attends to it, on every
-    rank by the sums.
+    A number of size >= ``limit``, or one that is not finite, cannot be held: then the head is NaN at this position,
+    and so is all that attends to it, on every rank by the sums.
     """
-    both, columns = heads + kv_heads, (size + 15) // 16
+    lost = False
+    for d in range(size):
+        lost |= not abs(x[start + d]) < limit
+    block, within = np.int64(table[row_seq * table_width + position // BLOCK]), position % BLOCK
+    at = (block * kv_heads + j) * BLOCK
+    if values:
+        to = at * ((size + 15) // 16) * 16 + within // pair * pair * 16 + within % pair
+        _store_row(cache, to, 16, BLOCK * 16, pair, x, start, size, lost)
+    else:
+        to = (at + within // 16 * 16) * size + within % 16 * pair
+        _store_row(cache, to, pair, pair * 16, 1, x, start, size, lost)
+
+
+@policy.helper
+def _rope_write_part(part, parts, rows, q, q_stride, k, k_stride, v, v_stride, heads, kv_heads, size, cos, sin,
+                     q_norm, k_norm, eps, k_cache, v_cache, pair, limit, row_seq, positions, table, table_width):
+    """Norm (if there are norms) and rotate queries and keys in place, and round keys and values into the cache.
+
+    A work item is a head of a row.
+    """
+    both = heads + kv_heads
     for item in range(part * rows * both // parts, (part + 1) * rows * both // parts):
         m, head = item // both, item % both
         angle = m * (size // 2)
         if head < heads:
             start = m * q_stride + head * size
-            if normed:
+            if q_norm.size:
                 norm_row(q, start, q_norm, size, eps, q, start)
             rotate_row(q, start, cos, sin, angle, size)
             continue
         j = head - heads
         start, v_start = m * k_stride + j * size, m * v_stride + j * size
-        if normed:
+        if k_norm.size:
             norm_row(k, start, k_norm, size, eps, k, start)
         rotate_row(k, start, cos, sin, angle, size)
-        lost = False
-        for d in range(size):
-            lost |= not (abs(k[start + d]) < limit and abs(v[v_start + d]) < limit)
-        block, within = np.int64(table[row_seq[m] * table_width + positions[m] // BLOCK]), positions[m] % BLOCK
-        at = (block * kv_heads + j) * BLOCK
-        k_to = (at + within // 16 * 16) * size + within % 16 * pair
-        v_to = at * columns * 16 + within // pair * pair * 16 + within % pair
-        _store_row(k_cache, k_to, pair, pair * 16, 1, k, start, size, lost)
-        _store_row(v_cache, v_to, 16, BLOCK * 16, pair, v, v_start, size, lost)
+        place = (pair, limit, row_seq[m], positions[m], table, table_width)
+        _write_head(k_cache, False, j, kv_heads, size, k, start, *place)
+        _write_head(v_cache, True, j, kv_heads, size, v, v_start, *place)
+
+
+@policy.helper
+def finish_head(rows, head, x, stride, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
+                v_cache, pair, limit, row_seq, positions, table, table_width):
+    """The same for rows [rows, size] of one head of q, k and v in order, that stand in x: queries end in q."""
+    keys = heads <= head < heads + kv_heads
+    for m in range(rows):
+        start = m * stride
+        if head < heads:
+            if q_norm.size:
+                norm_row(x, start, q_norm, size, eps, x, start)
+            rotate_row(x, start, cos, sin, m * (size // 2), size)
+            for d in range(size):
+                q[m * q_stride + head * size + d] = x[start + d]
+            continue
+        if keys and k_norm.size:
+            norm_row(x, start, k_norm, size, eps, x, start)
+        if keys:
+            rotate_row(x, start, cos, sin, m * (size // 2), size)
+            _write_head(k_cache, False, head - heads, kv_heads, size, x, start, pair, limit, row_seq[m], positions[m],
+                        table, table_width)
+        else:
+            _write_head(v_cache, True, head - heads - kv_heads, kv_heads, size, x, start, pair, limit, row_seq[m],
+                        positions[m], table, table_width)
 
 
 @policy.inlined
@@ -251,8 +287,8 @@ def rope_write_operation(name: str) -> Operation:
     """The operation on a cache of this type."""
     cache = ELEMENTS[name][::1]
     return Operation(_rope_write_part, f"rope_write_{name}", (
-        INT, F32_1, INT, F32_1, INT, VECTOR, INT, INT, INT, INT, VECTOR, VECTOR, INT, VECTOR, VECTOR, REAL, cache,
-        cache, INT, REAL, INTS, INTS, INTS, INT))
+        INT, F32_1, INT, F32_1, INT, VECTOR, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, REAL, cache, cache,
+        INT, REAL, INTS, INTS, INTS, INT))
 
 
 @lru_cache(None)

@@ -59,7 +59,7 @@ def _finish(rows, p, panels, partial, bias, y, n, tail):
 
 
 @policy.helper
-def _linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
+def linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bias, y, n, tail):
     """A thread's panels of a linear layer; ``tail`` takes the last, partly filled panel."""
     all_panels = (n + 15) // 16
     p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
@@ -129,7 +129,7 @@ def linear_operation(name: str) -> Operation:
         return Operation(quantised_part, f"linear_{name}_{key()}", (
             reads(types.int8), VECTOR, reads(types.int32), INT, INT, w, reads(types.int16), INT, VECTOR, F32_1, INT,
             F32_1))
-    return Operation(_linear_part, f"linear_{name}", (
+    return Operation(linear_part, f"linear_{name}", (
         VECTOR, VECTOR, INT, INT, w, VECTOR, INT, VECTOR, F32_1, INT, F32_1))
 
 

@@ -15,10 +15,11 @@ from mpillm.jit.parallel import in_parts
 
 
 @policy.helper
-def _pack_part(part, parts, x, rows, k, first, w, panel_stride, pair, limit, counts):
+def _pack_part(part, parts, x, rows, k, first, every, shift, w, panel_stride, pair, limit, counts):
     """Round rows into their lanes; counts [parts, 2]: values not finite, values beyond ``limit``.
 
-    ``pair`` is 1 for formats with 16 values per k, 2 where two k stand together (bf16).
+    Panel p of these rows is panel p * every + shift of w. ``pair`` is 1 for formats with 16 values per k, 2 where
+    two k stand together (bf16).
     """
     first_panel, stop_panel = first // 16, (first + rows + 15) // 16
     panels = stop_panel - first_panel
@@ -26,11 +27,11 @@ def _pack_part(part, parts, x, rows, k, first, w, panel_stride, pair, limit, cou
     for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
         low, high = max(first, 16 * p), min(first + rows, 16 * p + 16)
         if high - low == 16:
-            counted = pack_sixteen(x, (low - first) * k, k, k, w, p * panel_stride, limit)
+            counted = pack_sixteen(x, (low - first) * k, k, k, w, (p * every + shift) * panel_stride, limit)
             nonfinite, beyond = nonfinite + counted[0], beyond + counted[1]
             continue
         for i in range(k):
-            start = p * panel_stride + (i // pair) * 16 * pair + i % pair
+            start = (p * every + shift) * panel_stride + (i // pair) * 16 * pair + i % pair
             for n in range(low, high):
                 value = x[(n - first) * k + i]
                 size = abs(value)
@@ -45,10 +46,10 @@ def _pack_part(part, parts, x, rows, k, first, w, panel_stride, pair, limit, cou
 _run_pack = in_parts(_pack_part)
 
 
-def pack(x_RK, first, w, panel_stride, pair, limit, counts, threads):
+def pack(x_RK, first, every, shift, w, panel_stride, pair, limit, counts, threads):
     """Pack rows ``first`` and following; values of size ``limit`` and more would round to infinity."""
     rows, k = x_RK.shape
-    _run_pack((flat(x_RK), rows, k, first, w, panel_stride, pair, limit, counts), threads)
+    _run_pack((flat(x_RK), rows, k, first, every, shift, w, panel_stride, pair, limit, counts), threads)
 
 
 def lookup(w, scales, panel_stride, pair, n, ids, y_MK):
@@ -70,7 +71,7 @@ INT, COUNTS = types.intp, types.int64[::1]
 
 @lru_cache(None)
 def pack_kernel(name: str) -> Any:
-    signature = (ROWS, INT, ELEMENTS[name][::1], INT, INT, types.float32, COUNTS, INT)
+    signature = (ROWS, INT, INT, INT, ELEMENTS[name][::1], INT, INT, types.float32, COUNTS, INT)
     return policy.kernel(pack, f"pack_{name}", signature)
 
 

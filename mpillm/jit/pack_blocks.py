@@ -26,21 +26,24 @@ _BEYOND = np.float32(65520)            # the smallest size that rounds to infini
 
 
 @policy.helper
-def _pack_blocks_part(part, parts, raw, rows, row_bytes, first, kind, per, block_bytes, blocks, phase, w,
+def _pack_blocks_part(part, parts, raw, rows, row_bytes, first, every, shift, kind, per, block_bytes, blocks, phase, w,
                       code_bytes, scales, own_bytes, above_bytes, counts):
-    """Rows into their lanes; ``per`` blocks of 32 in a stored block; counts [parts]: values not finite."""
+    """Rows into their lanes; ``per`` blocks of 32 in a stored block; counts [parts]: values not finite.
+
+    Panel p of these rows is panel p * every + shift of w.
+    """
     first_panel, stop_panel = first // 16, (first + rows + 15) // 16
     panels, bad = stop_panel - first_panel, 0
     behind = blocks * own_bytes
     stride = behind + (phase + blocks + 7) // 8 * above_bytes
     for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
-        low, high = max(first - 16 * p, 0), min(first + rows - 16 * p, 16)
+        low, high, to = max(first - 16 * p, 0), min(first + rows - 16 * p, 16), p * every + shift
         for block in range(blocks):
             number = (phase + block) // per
-            own = p * stride + block * own_bytes
-            above = p * stride + behind + number * above_bytes
+            own = to * stride + block * own_bytes
+            above = to * stride + behind + number * above_bytes
             bad += 32 * put_sixteen(kind, raw, number * block_bytes, row_bytes, 16 * p - first, low, high,
-                                    (phase + block) % per, w, (p * blocks + block) * code_bytes, scales, own,
+                                    (phase + block) % per, w, (to * blocks + block) * code_bytes, scales, own,
                                     above)
     counts[part] = bad
 
@@ -48,11 +51,11 @@ def _pack_blocks_part(part, parts, raw, rows, row_bytes, first, kind, per, block
 _run_pack = in_parts(_pack_blocks_part)
 
 
-def pack_blocks(raw_RB, first, kind, per, block_bytes, blocks, phase, w, code_bytes, scales, own_bytes,
+def pack_blocks(raw_RB, first, every, shift, kind, per, block_bytes, blocks, phase, w, code_bytes, scales, own_bytes,
                 above_bytes, counts, threads):
     """Pack rows ``first`` and following of a matrix; w and scales uint8; the parts' counts add up."""
     rows, row_bytes = raw_RB.shape
-    _run_pack((flat(raw_RB), rows, row_bytes, first, kind, per, block_bytes, blocks, phase, w, code_bytes,
+    _run_pack((flat(raw_RB), rows, row_bytes, first, every, shift, kind, per, block_bytes, blocks, phase, w, code_bytes,
                scales, own_bytes, above_bytes, counts), threads)
 
 
@@ -175,7 +178,7 @@ INT, COUNTS, BYTES = types.intp, types.int64[::1], types.uint8[::1]
 
 @lru_cache(None)
 def pack_blocks_kernel() -> Any:
-    signature = (reads(types.uint8, 2), *[INT] * 6, BYTES, INT, BYTES, INT, INT, COUNTS, INT)
+    signature = (reads(types.uint8, 2), *[INT] * 8, BYTES, INT, BYTES, INT, INT, COUNTS, INT)
     return policy.kernel(pack_blocks, "pack_blocks", signature)
 
 

@@ -204,8 +204,8 @@ def bf16_operations(tier: str) -> tuple[Operation, Operation]:
 
 
 @lru_cache(None)
-def codes_operation(name: str) -> Operation:
-    """A linear layer of quantised weights in tier amx."""
+def codes_core(name: str) -> Any:
+    """The core of a linear layer of quantised weights in tier amx, for few rows and for many."""
     many = tiles_core(name)
 
     @policy.helper
@@ -215,6 +215,12 @@ def codes_operation(name: str) -> Operation:
         else:
             many(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room)
 
-    return Operation(codes_part, f"linear_{name}_{select.key()}", (
+    return codes_part
+
+
+@lru_cache(None)
+def codes_operation(name: str) -> Operation:
+    """A linear layer of quantised weights in tier amx."""
+    return Operation(codes_core(name), f"linear_{name}_{select.key()}", (
         reads(types.int8), VECTOR, reads(types.int32), INT, INT, reads(ELEMENTS[name]), reads(types.int16), INT,
         *_PLACES, types.uint8[::1]))

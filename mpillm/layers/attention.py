@@ -41,16 +41,20 @@ class Attention:
                normed: np.ndarray) -> None:
         """Take what ``qkv.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
         h, q_width = self.heads, self.heads.n_heads * self.heads.head_dim
-        qkv = self.qkv.record(plan, "qkv")
-        q_THD, kv = qkv[:, :q_width], q_width + self.kv_columns
-        k_TJD, v_TJD = qkv[:, q_width:kv], qkv[:, kv:]
-        if self.gather is not None:
-            k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
-        if h.n_heads:
+        query, key = (None if norm_ is None else norm_.weight for norm_ in (self.query_norm, self.key_norm))
+        norms = kernels.HeadNorms(query, key, 0.0 if self.query_norm is None else self.query_norm.eps)
+        if self.gather is None and h.head_dim % 16 == 0:
+            q_THD = plan.buffer("queries", q_width)
+            self.qkv.record_heads(plan, q_THD, h, norms, cache)
+        else:
+            qkv, kv = self.qkv.record(plan, "qkv"), q_width + self.kv_columns
+            q_THD, k_TJD, v_TJD = qkv[:, :q_width], qkv[:, q_width:kv], qkv[:, kv:]
+            if self.gather is not None:
+                k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
             # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
-            query, key = (None if norm_ is None else norm_.weight for norm_ in (self.query_norm, self.key_norm))
-            eps = 0.0 if self.query_norm is None else self.query_norm.eps
-            plan.rope_write(q_THD, k_TJD, v_TJD, h, query, key, eps, cache)
+            if h.n_heads:
+                plan.rope_write(q_THD, k_TJD, v_TJD, h, norms, cache)
+        if h.n_heads:
             plan.attention(q_THD, h, cache, 1.0 / h.head_dim ** 0.5, self.window, self.output.input(plan))
         self.output.record(plan, residual, norm, normed)
 

@@ -34,6 +34,7 @@ class ColumnLinear:
     weight: kernels.PackedMatrix
     bias: np.ndarray | None
     n_full: int
+    in_turn: bool = False     # two halves, a panel of each in turn
 
     def input(self, plan: kernels.Plan, k: int) -> np.ndarray:
         """Where its input [T, k] is to be written: zeros fill it up to the stored blocks."""
@@ -44,6 +45,16 @@ class ColumnLinear:
         y_TN = plan.buffer(name, self.weight.n)
         plan.linear(plan.buffer("column_input", self.weight.k), self.weight, self.bias, y_TN)
         return y_TN
+
+    def record_gated(self, plan: kernels.Plan, out: np.ndarray) -> None:
+        """Record ``silu(first half) * second half`` of the product, in one pass; the halves stand in turn."""
+        assert self.in_turn, "the halves stand below each other"
+        plan.gated(plan.buffer("column_input", self.weight.k), self.weight, self.bias, out)
+
+    def record_heads(self, plan: kernels.Plan, out: np.ndarray, heads: kernels.Heads, norms: kernels.HeadNorms,
+                     cache: kernels.LayerCache) -> None:
+        """Record the product as queries, keys and values, in one pass with norms, rotation and the cache write."""
+        plan.heads(plan.buffer("column_input", self.weight.k), self.weight, self.bias, out, heads, norms, cache)
 
 
 @dataclass

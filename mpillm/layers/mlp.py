@@ -13,12 +13,15 @@ from mpillm.layers.norm import RMSNorm
 
 @dataclass
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))``; gate and up are one product, their owned rows below each other."""
+    """``down(silu(gate(x)) * up(x))``; gate and up are one product and one pass where they are whole panels."""
 
     gate_up: ColumnLinear
     down: RowLinear
 
     def record(self, plan: kernels.Plan, residual: np.ndarray, norm: RMSNorm | None, normed: np.ndarray) -> None:
         """Take what ``gate_up.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
-        plan.silu_mul(self.gate_up.record(plan, "gate_up"), self.down.input(plan))
+        if self.gate_up.in_turn:
+            self.gate_up.record_gated(plan, self.down.input(plan))
+        else:
+            plan.silu_mul(self.gate_up.record(plan, "gate_up"), self.down.input(plan))
         self.down.record(plan, residual, norm, normed)

@@ -142,6 +142,7 @@ def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | N
     qkv = load.columns([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
     attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
                           head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
-    gate_up = load.columns([prefix + name for name in MATRICES["gate_up"]], [share.columns, share.columns])
+    gate, up = (prefix + name for name in MATRICES["gate_up"])
+    gate_up = load.pairs((gate, up), share.columns)
     mlp = GatedMLP(gate_up, load.rows(prefix + MATRICES["down"][0], share.columns))
     return Block(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

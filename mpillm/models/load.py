@@ -19,7 +19,7 @@ from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 
 CHUNK_BYTES = 8 << 20
-QUANT_BLOCK = 32
+QUANT_BLOCK, PANEL = 32, 16
 
 # Stored types that have kernels of their own
 _KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
@@ -93,12 +93,20 @@ class Loader:
         runs = apart(self.weights, [name + ".weight" for name in names], self.asked)
         return [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
 
-    def _columns(self, names: Sequence[str], spans: Sequence[Span], kind: str) -> ColumnLinear:
+    def pairs(self, names: tuple[str, str], span: Span) -> ColumnLinear:
+        """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels."""
+        return self._columns(names, [span, span], self._format([name + ".weight" for name in names]),
+                             in_turn=span.size % PANEL == 0)
+
+    def _columns(self, names: Sequence[str], spans: Sequence[Span], kind: str,
+                 in_turn: bool = False) -> ColumnLinear:
         pieces = [_Piece(name + ".weight", span) for name, span in zip(names, spans, strict=True)]
         n_in = self.weights.info(pieces[0].name).shape[1]
         n_full = sum(self.weights.info(piece.name).shape[0] for piece in pieces)
-        weight = self._pack(pieces, range(n_in), kind)
-        return ColumnLinear(weight, self._biases(names, spans), n_full)
+        weight, bias = self._pack(pieces, range(n_in), kind, in_turn), self._biases(names, spans)
+        if in_turn and bias is not None:
+            bias = np.ascontiguousarray(bias.reshape(len(names), -1, PANEL).swapaxes(0, 1)).reshape(-1)
+        return ColumnLinear(weight, bias, n_full, in_turn)
 
     def rows(self, name: str, span: Span) -> RowLinear:
         """A row-parallel product of the inputs ``span``; quantised slices begin and end on block borders."""
@@ -137,25 +145,33 @@ class Loader:
         self.nbytes += bias.nbytes
         return bias
 
-    def _pack(self, pieces: Sequence[_Piece], columns: range, packed_as: str) -> kernels.PackedMatrix:
-        """Stream the pieces, a chunk of rows at a time, into one packed matrix; columns begin on a block's border."""
+    def _pack(self, pieces: Sequence[_Piece], columns: range, packed_as: str,
+              in_turn: bool = False) -> kernels.PackedMatrix:
+        """Stream the pieces, a chunk of rows at a time, into one packed matrix; columns begin on a block's border.
+
+        The pieces stand below each other, or ``in_turn``, a panel of each.
+        """
         k = len(columns)
         first, last, phase = stored_slice(packed_as, Span(columns.start, columns.stop))
         k_stored = last - first
-        packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored, phase)
+        packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored, phase,
+                                len(pieces) if in_turn else 1)
         if not k:                       # a rank that owns no inputs adds nothing to the sum
-            packer.put(0, np.zeros((packer.n, 0), np.float32))
+            for tensor in range(packer.interleaved):
+                packer.put(0, np.zeros((packer.n // packer.interleaved, 0), np.float32), tensor)
         at = 0
-        for piece in pieces if k else ():
+        for number, piece in enumerate(pieces if k else ()):
+            tensor = number if in_turn else 0
+            at = 0 if in_turn else at
             stored_as = _KEPT.get(self.weights.info(piece.name).dtype)
             raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
-            step = max(1, CHUNK_BYTES // (4 * k))
+            step = max(PANEL, CHUNK_BYTES // (4 * k) // PANEL * PANEL)
             for first in range(piece.rows.start, piece.rows.stop, step):
                 rows = range(first, min(first + step, piece.rows.stop))
                 if raw:
-                    packer.put_raw(at, self.weights.read_raw(piece.name, rows, columns))
+                    packer.put_raw(at, self.weights.read_raw(piece.name, rows, columns), tensor)
                 else:
-                    packer.put(at, _widened(self.weights.read(piece.name, rows, columns), k_stored))
+                    packer.put(at, _widened(self.weights.read(piece.name, rows, columns), k_stored), tensor)
                 at += len(rows)
                 self._refuse_lost_values(packer, piece.name, packed_as)
         matrix = packer.finish()

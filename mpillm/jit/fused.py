@@ -1,0 +1,133 @@
+"""Linear layers whose outputs are used at once: gate and up with SiLU; queries, keys and values with the cache.
+
+Each thread computes some outputs of all rows in room of its own, and finishes them there. A product is the linear
+layer of a format and tier on some panels; what it adds up, and in which order, is the same as by itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from numba import types
+
+from mpillm.jit import policy
+from mpillm.jit.attention import finish_head
+from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, linear_part, quantised_part, reads
+from mpillm.jit.isa import quantised, select
+from mpillm.jit.isa.amx import SCRATCH
+from mpillm.jit.isa.lanes import add_row, silu_mul_row
+from mpillm.jit.tape import Operation
+from mpillm.jit.tiles import bf16_avx512_part, codes_core, tiles_core
+
+PAIRS = 8              # panels of gate and of up that a thread takes at a time
+
+INTS = reads(types.int32)
+#: of x: what prepares it (Plan.prepared), its scales and sums where the format is quantised
+ACTIVATIONS = {"f32": VECTOR, "bf16": reads(types.uint16), "codes": reads(types.int8)}
+
+
+def activation(name: str) -> str:
+    """What a product with weights ``name`` takes: f32, bf16 or codes."""
+    if name in quantised.SHAPES:
+        return "codes"
+    return "bf16" if name == "bf16" and select.at_least("avx512") else "f32"
+
+
+@lru_cache(None)
+def product(name: str) -> Any:
+    """``product(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles)``: y [rows, n]."""
+    tier = select.tier()
+    if name in quantised.SHAPES:
+        codes = codes_core(name) if tier == "amx" else None
+
+        @policy.helper
+        def with_tiles(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+            codes(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, phase, none, y, n, tail, tiles)
+
+        @policy.helper
+        def of_codes(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+            quantised_part(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, phase, none, y, n, tail)
+
+        return of_codes if codes is None else with_tiles
+    if activation(name) == "bf16":
+        whole = tiles_core("bf16") if tier == "amx" else None
+
+        @policy.helper
+        def of_tiles(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+            whole(0, 1, x, rows, k, w, stride, none, y, n, tail, tiles)
+
+        @policy.helper
+        def of_pairs(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+            bf16_avx512_part(0, 1, x, rows, k, w, stride, none, y, n, tail)
+
+        return of_pairs if whole is None else of_tiles
+
+    @policy.helper
+    def of_numbers(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+        linear_part(0, 1, x, x_scales, rows, k, w, x_scales, stride, none, y, n, tail)
+
+    return of_numbers
+
+
+def _gated_core(multiply: Any) -> Any:
+    @policy.helper
+    def gated_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, stride, scale_stride, phase, bias, room,
+                   each, tail, tiles, out, out_stride, n):
+        """out [rows, n] = silu(gate) * up; panels of gate and up in turn. ``room`` f32 [parts][each]."""
+        y, scratch = room[part * each:], tiles[part * SCRATCH:]
+        stop = (part + 1) * (n // 16) // parts
+        for pair in range(part * (n // 16) // parts, stop, PAIRS):
+            pairs = min(PAIRS, stop - pair)
+            width = 32 * pairs
+            multiply(x, x_scales, x_sums, rows, k, w[2 * pair * stride:], w_scales[2 * pair * scale_stride:], stride,
+                     phase, bias[:0], y, width, tail, scratch)
+            for m in range(rows):
+                if bias.size:
+                    add_row(y, m * width, bias, 32 * pair, width)
+                for i in range(pairs):
+                    gate = m * width + 32 * i
+                    silu_mul_row(y, gate, gate + 16, out, m * out_stride + 16 * (pair + i), 16)
+
+    return gated_part
+
+
+def _heads_core(multiply: Any) -> Any:
+    @policy.helper
+    def heads_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, stride, scale_stride, phase, bias, room,
+                   each, tail, tiles, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
+                   v_cache, pair, limit, row_seq, positions, table, table_width):
+        """Heads of queries, keys and values, of ``size`` outputs each, a thread its share; see finish_head."""
+        y, scratch, total = room[part * each:], tiles[part * SCRATCH:], heads + 2 * kv_heads
+        for head in range(part * total // parts, (part + 1) * total // parts):
+            panel = head * (size // 16)
+            multiply(x, x_scales, x_sums, rows, k, w[panel * stride:], w_scales[panel * scale_stride:], stride, phase,
+                     bias[:0], y, size, tail, scratch)
+            if bias.size:
+                for m in range(rows):
+                    add_row(y, m * size, bias, head * size, size)
+            finish_head(rows, head, y, size, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps,
+                        k_cache, v_cache, pair, limit, row_seq, positions, table, table_width)
+
+    return heads_part
+
+
+def _shared(name: str) -> tuple:
+    w_scales = reads(types.int16) if name in quantised.SHAPES else VECTOR
+    return (ACTIVATIONS[activation(name)], VECTOR, INTS, INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, INT,
+            VECTOR, F32_1, INT, F32_1, types.uint8[::1])
+
+
+@lru_cache(None)
+def gated_operation(name: str) -> Operation:
+    """Gate and up of weights ``name``."""
+    return Operation(_gated_core(product(name)), f"gated_{name}_{select.key()}", (*_shared(name), F32_1, INT, INT))
+
+
+@lru_cache(None)
+def heads_operation(name: str, kv_type: str) -> Operation:
+    """Queries, keys and values of weights ``name``, with a cache of ``kv_type``."""
+    cache = ELEMENTS[kv_type][::1]
+    return Operation(_heads_core(product(name)), f"heads_{name}_{kv_type}_{select.key()}", (
+        *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32, cache, cache, INT,
+        types.float32, INTS, INTS, INTS, INT))
