@@ -38,7 +38,8 @@ class Packer:
     ``nonfinite`` counts NaN and infinite values that came in (32 for a block that came quantised with such a
     scale), ``overflow`` finite ones that the format cannot hold (32 for a block whose scale it cannot hold).
     ``phase`` is for slices of K-quants, see layout.py. With ``interleaved`` tensors of whole panels each, panel p of
-    tensor i becomes panel p * interleaved + i: the rows of each are numbered from 0. Peak memory: the packed matrix and a chunk.
+    tensor i becomes panel p * interleaved + i: the rows of each are numbered from 0.
+    Peak memory: the packed matrix and a chunk.
     Raises UsageError for an unknown format, and for a quantised one when ``k`` is not a multiple of 32.
     """
 
@@ -68,8 +69,9 @@ class Packer:
             return
         threads = self._threads(*values.shape)
         counts = np.zeros(2 * threads, np.int64)
-        pack.pack_kernel(self.format)(values, first_row, self.interleaved, tensor, self._data, layout.panel_stride(self.format, self.k),
-                                      layout.PAIR[self.format], layout.LIMIT[self.format], counts, threads)
+        pack.pack_kernel(self.format)(
+            values, first_row, self.interleaved, tensor, self._data, layout.panel_stride(self.format, self.k),
+            layout.PAIR[self.format], layout.LIMIT[self.format], counts, threads)
         self._count(counts)
 
     def put_raw(self, first_row: int, raw: np.ndarray, tensor: int = 0) -> None:
@@ -92,8 +94,8 @@ class Packer:
         shape, threads = SHAPES[self.format], self._threads(len(raw), self.k)
         counts = np.zeros(threads, np.int64)
         pack_blocks.pack_blocks_kernel()(
-            np.ascontiguousarray(raw), first_row, self.interleaved, tensor, shape.number, layout.stored_per(self.format),
-            pack_blocks.STORED[self.format], self.k // layout.QUANT_BLOCK, self.phase,
+            np.ascontiguousarray(raw), first_row, self.interleaved, tensor, shape.number,
+            layout.stored_per(self.format), pack_blocks.STORED[self.format], self.k // layout.QUANT_BLOCK, self.phase,
             self._data.view(np.uint8), shape.codes, self._scales.view(np.uint8), 2 * shape.words,
             2 * shape.super_words, counts, threads)
         return int(counts.sum())

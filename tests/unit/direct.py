@@ -38,7 +38,8 @@ def _with_cache(rows, record, sequences, positions, table, cos=None, sin=None):
 
 
 def rope_write(q, k, v, heads, norms, eps, cache, sequences, positions, table, cos, sin):
-    _with_cache(len(q), lambda plan: plan.rope_write(q, k, v, heads, kernels.HeadNorms(*norms, eps), cache), sequences, positions, table,
+    given = kernels.HeadNorms(*norms, eps)
+    _with_cache(len(q), lambda plan: plan.rope_write(q, k, v, heads, given, cache), sequences, positions, table,
                 np.ascontiguousarray(cos), np.ascontiguousarray(sin))
 
 

@@ -132,7 +132,8 @@ def test_thread_counts():
 
 
 def test_shares_of_the_time():
-    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1, whole=2.5, families={"gemm": 1.0, "attention": 0.25})
+    run = model.Run(tokens=10, seconds=2.0, exchange=0.5, step=0.1, whole=2.5,
+                    families={"gemm": 1.0, "attention": 0.25})
     shares = model.family_shares(run)
     assert shares == {"comm_fraction": 0.25, "python_fraction": pytest.approx(0.3),
                       "family_seconds": {"gemm": 1.0, "attention": 0.25, "exchange": 0.5}}
