@@ -17,7 +17,7 @@ from typing import Any
 from mpillm.errors import UsageError
 
 WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0", "q4_0", "q4_1")
-KV_TYPES = ("f32", "f16", "bf16")
+KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")

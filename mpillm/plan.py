@@ -24,7 +24,8 @@ from mpillm.quant.layout import LIMIT, PAIR, WORDS, allocate
 from mpillm.quant.packed import PackedMatrix
 
 BLOCK = _attention.BLOCK
-KV_TYPES = ("f32", "f16", "bf16")
+KV_TYPES = ("f32", "f16", "bf16", "q8_0")
+_PAIR, _LIMIT = {**PAIR, "q8_0": 1}, {**LIMIT, "q8_0": np.float32(np.inf)}
 _F32 = np.dtype(np.float32)
 ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
 
@@ -71,6 +72,12 @@ class LayerCache:
     keys: np.ndarray
     values: np.ndarray
     kv_type: str
+
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        """Keys and values, each followed by its memory as 16-bit words where scales stand in it."""
+        words = (array.view(np.int16) if self.kv_type == "q8_0" else np.zeros(0, np.int16)
+                 for array in (self.keys, self.values))
+        return tuple(one for pair in zip((self.keys, self.values), words, strict=True) for one in pair)
 
 
 @dataclass
@@ -194,7 +201,7 @@ class Plan:
         cell, name = _tape.Cell, cache.kv_type
         return (heads.n_heads, heads.n_kv_heads, heads.head_dim, cell("cos"), cell("sin"),
                 *(_NOTHING if weight is None else weight for weight in (norms.query, norms.key)), norms.eps,
-                cache.keys, cache.values, PAIR[name], LIMIT[name], cell("sequences"), cell("positions"),
+                *cache.arguments(), _PAIR[name], _LIMIT[name], cell("sequences"), cell("positions"),
                 cell("table"), cell("table_width"))
 
     def _scratch(self) -> np.ndarray:
@@ -272,7 +279,7 @@ class Plan:
         cell = _tape.Cell
         group = heads.most_rows * int((heads.stops - heads.starts).max())
         self.tape.add("attention", _attention.attention_operation(cache.kv_type), q, _stride(q), out, _stride(out),
-                      cache.keys, cache.values, *shared, cell("sequences"), cell("positions"), cell("table"),
+                      *cache.arguments(), *shared, cell("sequences"), cell("positions"), cell("table"),
                       cell("table_width"), cell("tiles"), cell("n_tiles"), scale, heads.head_dim, window, group,
                       cell("stretches"), cell("split"), cell("room"))
         self.tape.add("attention", _attention.merge_operation(), out, _stride(out), *shared, cell("positions"),
@@ -358,6 +365,11 @@ def cache_shape(kv_type: str, n_blocks: int, kv_heads: int,
     """(shape of K, shape of V, dtype) of one layer's cache; f16 and bf16 are kept as 16-bit words."""
     check_kv(kv_type)
     assert head_dim % 2 == 0, f"head_dim {head_dim} is odd"
+    if kv_type == "q8_0":
+        if head_dim % 32:
+            raise UsageError(f"kv-type q8_0 needs head sizes in blocks of 32, this model's are {head_dim}: use bf16")
+        shape = (n_blocks, kv_heads, _attention.Q8_BYTES * head_dim)
+        return shape, shape, np.dtype(np.int8)
     pair, columns = PAIR[kv_type], -(-head_dim // 16)
     lanes = (16, 2) if pair == 2 else (16,)
     k_shape = (n_blocks, kv_heads, BLOCK // 16, head_dim // pair, *lanes)

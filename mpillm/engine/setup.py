@@ -49,6 +49,7 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
     sizes = registry.sizes(model, weights, run.weights)
+    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
 
     def all_weight_bytes(tp: int) -> tuple[int, ...]:
         split = partition(sizes, tp, run.kv_mode)

@@ -92,11 +92,11 @@ def _gated_core(multiply: Any) -> Any:
     return gated_part
 
 
-def _heads_core(multiply: Any) -> Any:
+def _heads_core(multiply: Any, finish: Any) -> Any:
     @policy.helper
     def heads_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, stride, scale_stride, phase, bias, room,
                    each, tail, tiles, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
-                   v_cache, pair, limit, row_seq, positions, table, table_width):
+                   k_words, v_cache, v_words, pair, limit, row_seq, positions, table, table_width):
         """Heads of queries, keys and values, of ``size`` outputs each, a thread its share; see finish_head."""
         y, scratch, total = room[part * each:], tiles[part * SCRATCH:], heads + 2 * kv_heads
         for head in range(part * total // parts, (part + 1) * total // parts):
@@ -106,8 +106,8 @@ def _heads_core(multiply: Any) -> Any:
             if bias.size:
                 for m in range(rows):
                     add_row(y, m * size, bias, head * size, size)
-            finish_head(rows, head, y, size, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps,
-                        k_cache, v_cache, pair, limit, row_seq, positions, table, table_width)
+            finish(rows, head, y, size, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
+                   k_words, v_cache, v_words, pair, limit, row_seq, positions, table, table_width)
 
     return heads_part
 
@@ -127,7 +127,7 @@ def gated_operation(name: str) -> Operation:
 @lru_cache(None)
 def heads_operation(name: str, kv_type: str) -> Operation:
     """Queries, keys and values of weights ``name``, with a cache of ``kv_type``."""
-    cache = ELEMENTS[kv_type][::1]
-    return Operation(_heads_core(product(name)), f"heads_{name}_{kv_type}_{select.key()}", (
-        *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32, cache, cache, INT,
+    cache = (ELEMENTS[kv_type][::1], types.int16[::1])
+    return Operation(_heads_core(product(name), finish_head(kv_type)), f"heads_{name}_{kv_type}_{select.key()}", (
+        *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32, *cache, *cache, INT,
         types.float32, INTS, INTS, INTS, INT))

@@ -54,8 +54,14 @@ def cache_write(k_cache, v_cache, kv_type, k, v, sequences, positions, table):
                table, *angles)
 
 
+def head_dim(k_cache, kv_type):
+    if kv_type == "q8_0":
+        return k_cache.shape[2] // 68
+    return k_cache.shape[3] * (k_cache.shape[5] if k_cache.ndim == 6 else 1)
+
+
 def attention(q, k_cache, v_cache, kv_type, starts, stops, sequences, positions, table, scale, window=0):
-    size = k_cache.shape[3] * k_cache.shape[5] if k_cache.ndim == 6 else k_cache.shape[3]
+    size = head_dim(k_cache, kv_type)
     heads = kernels.Heads(size, q.shape[1] // size, starts, stops)
     out = np.empty(q.shape, np.float32)
     angles = np.zeros((len(q), size // 2), np.float32)

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.vector import F32, HALF, I16, I32, I64, LANES, V16F, V16H, V16I
+from mpillm.jit.isa.vector import F32, HALF, I8, I16, I32, I64, LANES, V16F, V16H, V16I
 
 
 @intrinsic
@@ -49,6 +49,7 @@ def rows_by_panels(typingctx, rows, panels, x, x_scales, x_offset, x_stride, w, 
 
     The format follows from w's element type:
       float32, int16 (f16)  w [k][16]             x f32
+      int8                  w [k][16]             x f32, weights as they are
       uint16 (bf16)         w [k/2][16][2]        x f32; an odd k_start or k_stop uses half a pair only
     (quantised formats: quantised.py). x_scales and w_scales are not used.
     x_offset is that of k = 0 in the first row, w_offset that of k = 0 in the first panel.
@@ -115,8 +116,9 @@ def _accumulate(b: ir.IRBuilder, total: Any, scalar: Any, weights: Any) -> None:
 
 
 def _emit_plain(b, name, x, w, k_start, k_stop, totals) -> None:
-    """f32 and f16: one vector of 16 weights per k."""
-    element, align, kind = (F32, 4, V16F) if name == "f32" else (HALF, 2, V16H)
+    """f32, f16 and s8: one vector of 16 weights per k."""
+    element, align, kind = {"f32": (F32, 4, V16F), "f16": (HALF, 2, V16H),
+                            "s8": (I8, 1, ir.VectorType(I8, LANES))}[name]
     x_rows = [v.at(b, x[0], start, F32) for start in x[2]]
     w_panels = [v.at(b, w[0], start, element) for start in w[2]]
     with cgutils.for_range_slice(b, k_start, k_stop, I64(1), I64) as (k, _):
@@ -124,7 +126,7 @@ def _emit_plain(b, name, x, w, k_start, k_stop, totals) -> None:
             address = v.at(b, panel, b.mul(k, I64(LANES)), element)
             v.prefetch(b, address, AHEAD)
             weights = v.load(b, kind, address, align)
-            weights = weights if name == "f32" else b.fpext(weights, V16F)
+            weights = {"f32": lambda w, _: w, "f16": b.fpext, "s8": b.sitofp}[name](weights, V16F)
             for r, row in enumerate(x_rows):
                 _accumulate(b, totals[r][p], v.load(b, F32, v.at(b, row, k, F32), 4), weights)
 

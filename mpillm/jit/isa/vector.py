@@ -16,9 +16,9 @@ V16F, V16I, V16H, V16D = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF
 V32S = ir.VectorType(I16, 2 * LANES)
 
 #: numba's element type -> the number format that such an array holds (numba has no float16: words instead)
-FORMAT_OF = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16"}
+FORMAT_OF = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "s8"}
 #: the type in memory of one element of a format
-ELEMENT = {"f32": F32, "bf16": I16, "f16": HALF}
+ELEMENT = {"f32": F32, "bf16": I16, "f16": HALF, "s8": I8}
 
 
 def call(b: ir.IRBuilder, name: str, result: Any, arguments: list) -> Any:
