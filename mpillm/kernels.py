@@ -31,6 +31,7 @@ from mpillm.jit.isa.quantised import SHAPES as _SHAPES
 from mpillm.plan import (
     BLOCK,
     KV_TYPES,
+    ROOM_WIDTH,
     WANTED,
     HeadNorms,
     Heads,
@@ -202,7 +203,7 @@ def _warm_up_linear(name: str) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "WANTED", "HeadNorms", "Heads", "LayerCache", "PackedMatrix",
-           "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
-           "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "HeadNorms", "Heads", "LayerCache",
+           "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape",
+           "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
            "prepare_threads", "set_threads", "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]

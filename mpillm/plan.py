@@ -26,6 +26,7 @@ from mpillm.quant.packed import PackedMatrix
 BLOCK = _attention.BLOCK
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 _PAIR, _LIMIT = {**PAIR, "q8_0": 1}, {**LIMIT, "q8_0": np.float32(np.inf)}
+ROOM_WIDTH = 32 * _fused.PAIRS      # outputs of each row that a thread works on in room of its own, at most
 _F32 = np.dtype(np.float32)
 ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
 

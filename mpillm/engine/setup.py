@@ -15,7 +15,7 @@ from mpillm.layers.attention import KVGather
 from mpillm.layers.linear import Reducer
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
-from mpillm.models.llama import Llama
+from mpillm.models.llama import Llama, room_for
 from mpillm.models.load import CHUNK_BYTES, Loader
 from mpillm.models.weights import Weights
 from mpillm.partition import Layout, Partition, Share, layout, partition
@@ -92,9 +92,10 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
 
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows."""
-    rows = run.prefill_chunk + run.max_batch
-    widest = 4 * model.hidden + 3 * share.columns.size + 2 * (share.heads.size + 2) * model.head_dim
-    return 4 * rows * (widest + share.vocab.size)
+    rows = room_for(run.prefill_chunk + run.max_batch)
+    widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
+    own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
+    return 4 * rows * (widest + kernels.threads() * own + share.vocab.size)
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:

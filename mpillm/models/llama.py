@@ -35,6 +35,7 @@ VECTORS = {
     "mlp_norm": "post_attention_layernorm.weight",
 }
 FINAL_NORM = "model.norm.weight"
+ROOM = 64              # rows by which plans grow
 
 
 @dataclass
@@ -110,7 +111,7 @@ class _Step:
 
 def room_for(rows: int) -> int:
     """A plan's capacity: some steps of slightly more rows need no new one."""
-    return 16 if rows <= 16 else 1 << (rows - 1).bit_length()
+    return -(-rows // ROOM) * ROOM
 
 
 def local_heads(config: ModelConfig, share: Share) -> Heads:
