@@ -16,7 +16,7 @@ from mpillm.layers.linear import Reducer
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama, room_for
-from mpillm.models.load import CHUNK_BYTES, Loader
+from mpillm.models.load import LOADING_BYTES, Loader
 from mpillm.models.weights import Weights
 from mpillm.partition import Layout, Partition, Share, layout, partition
 
@@ -56,11 +56,11 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
         return tuple(registry.weight_bytes(model, weights, split, run.weights, rank) for rank in range(tp))
 
     def fits(tp: int) -> bool:
-        return max(all_weight_bytes(tp)) + CHUNK_BYTES + RUNTIME_BYTES <= memory
+        return max(all_weight_bytes(tp)) + LOADING_BYTES + RUNTIME_BYTES <= memory
 
     chosen = layout(ranks, model.n_heads, fits, run.tp)
     needed = all_weight_bytes(chosen.tp)
-    if max(needed) + CHUNK_BYTES > memory:
+    if max(needed) + LOADING_BYTES > memory:
         raise ResourceError(f"--tp {chosen.tp}: a rank needs {format_size(max(needed))} for weights and has "
                             f"{format_size(memory)}: use more ranks per model or smaller --weights")
     formats = tuple(sorted(registry.formats(model, weights, run.weights)))

@@ -1,11 +1,13 @@
 """Building layers from a checkpoint: one tensor at a time, of each only the slice that is owned here.
 
-Peak memory is the packed slices plus one chunk of rows (``CHUNK_BYTES``) of the tensor that is read.
+While a chunk of rows is packed the next one is read. Peak memory is the packed slices plus two chunks
+(``CHUNK_BYTES`` each) of the tensor that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,8 @@ from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
+LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
 QUANT_BLOCK, PANEL = 32, 16
 
 # Stored types that have kernels of their own
@@ -165,18 +168,26 @@ class Loader:
             at = 0 if in_turn else at
             stored_as = _KEPT.get(self.weights.info(piece.name).dtype)
             raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
-            step = max(PANEL, CHUNK_BYTES // (4 * k) // PANEL * PANEL)
-            for first in range(piece.rows.start, piece.rows.stop, step):
-                rows = range(first, min(first + step, piece.rows.stop))
+            for count, values in _ahead(self._chunks(piece, columns, raw, k_stored)):
                 if raw:
-                    packer.put_raw(at, self.weights.read_raw(piece.name, rows, columns), tensor)
+                    packer.put_raw(at, values, tensor)
                 else:
-                    packer.put(at, _widened(self.weights.read(piece.name, rows, columns), k_stored), tensor)
-                at += len(rows)
+                    packer.put(at, values, tensor)
+                at += count
                 self._refuse_lost_values(packer, piece.name, packed_as)
         matrix = packer.finish()
         self.nbytes += matrix.nbytes
         return matrix
+
+    def _chunks(self, piece: _Piece, columns: range, raw: bool, k_stored: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Number of rows and their values, or stored blocks, a chunk of rows at a time."""
+        step = max(PANEL, CHUNK_BYTES // (4 * len(columns)) // PANEL * PANEL)
+        for first in range(piece.rows.start, piece.rows.stop, step):
+            rows = range(first, min(first + step, piece.rows.stop))
+            if raw:
+                yield len(rows), self.weights.read_raw(piece.name, rows, columns)
+            else:
+                yield len(rows), _widened(self.weights.read(piece.name, rows, columns), k_stored)
 
     @staticmethod
     def _refuse_lost_values(packer: kernels.Packer, name: str, packed_as: str) -> None:
@@ -193,6 +204,15 @@ class Loader:
             count = int(np.count_nonzero(~np.isfinite(values)))
             raise ModelError(f"tensor {name} has {count} values that are NaN or infinite: the file is damaged")
         return values
+
+
+def _ahead(items: Iterator[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
+    """The same items; while one is used, the next is made in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
 
 
 def _widened(values: np.ndarray, k: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def most(opened, tp: int, weights: str = "auto", kv_mode: str = "redundant") -> 
 
 
 def beside_weights() -> int:
-    return setup.CHUNK_BYTES + setup.RUNTIME_BYTES
+    return setup.LOADING_BYTES + setup.RUNTIME_BYTES
 
 
 # The split
@@ -109,7 +109,7 @@ def test_a_given_tp_that_does_not_fit_is_refused_with_what_it_needs(opened):
     needed = most(opened, 2)
     setup.choose_split(asked(tp=2), *opened, 2, needed + beside_weights())
     with pytest.raises(ResourceError, match=r"--tp 2: a rank needs .* and has .*: use more ranks per model or"):
-        setup.choose_split(asked(tp=2), *opened, 2, needed + setup.CHUNK_BYTES - 1)
+        setup.choose_split(asked(tp=2), *opened, 2, needed + setup.LOADING_BYTES - 1)
 
 
 def test_a_tp_beyond_the_ranks_is_refused(opened):
