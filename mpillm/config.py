@@ -41,6 +41,7 @@ class RunConfig:
     kv_memory: int | None = None
     max_model_len: int | None = None
     tie_embeddings: bool = False
+    fast: bool = False
     # the split
     tp: int | None = None
     kv_mode: str = "redundant"

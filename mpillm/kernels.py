@@ -97,14 +97,14 @@ def _output(name: str, out: np.ndarray | None, shape: tuple[int, int]) -> np.nda
 
 
 def linear(x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None = None,
-           out: np.ndarray | None = None) -> np.ndarray:
+           out: np.ndarray | None = None, fast: bool = False) -> np.ndarray:
     """x [M, k] @ w.T + bias [n] -> [M, n]. float32 sums along k in order; quantised formats quantise x first."""
     _rows("linear", x)
     m = x.shape[0]
     out = _output("linear", out, (m, w.n))
     if m == 0 or w.n == 0:
         return out
-    plan = Plan(m)
+    plan = Plan(m, fast)
     plan.linear(x, w, bias, out)
     plan.run_alone(m)
     return out
@@ -176,13 +176,14 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     return noise
 
 
-def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
+def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False) -> None:
     """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
     check_kv(kv_type)
     _tape.warm_up()
     for name in weight_formats:
-        _warm_up_linear(name)
-        _fused.gated_operation(name), _fused.heads_operation(name, kv_type)
+        _warm_up_linear(name, fast)
+        fast_here = fast and _select.at_least("avx512") and name in QUANTISED
+        _fused.gated_operation(name, fast_here), _fused.heads_operation(name, kv_type, fast_here)
         if name in QUANTISED:
             _gemm.quantise_operation(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
             _pack_blocks.encode_kernel()
@@ -197,8 +198,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str) -> None:
     _exchange.warm_up()
 
 
-def _warm_up_linear(name: str) -> None:
-    plan = Plan(1)
+def _warm_up_linear(name: str, fast: bool) -> None:
+    plan = Plan(1, fast)
     packed = PackedMatrix(name, 16, 32, np.zeros(0, WORDS[name]), np.zeros(0, np.int16))
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 

@@ -20,7 +20,7 @@ from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.amx import SCRATCH as _SCRATCH
-from mpillm.quant.layout import LIMIT, PAIR, WORDS, allocate
+from mpillm.quant.layout import LIMIT, PAIR, QUANTISED, WORDS, allocate
 from mpillm.quant.packed import PackedMatrix
 
 BLOCK = _attention.BLOCK
@@ -102,8 +102,10 @@ class Plan:
     Arrays of rows are float32 [capacity, n]; a row may be a slice of a wider one. Each method records one operation.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, fast: bool = False) -> None:
+        """``fast``: products of many rows widen quantised weights to bf16, in tiers that multiply it."""
         self.capacity, self.tape = capacity, _tape.Tape()
+        self._fast = fast and _select.at_least("avx512")
         self._buffers: dict[tuple, np.ndarray] = {}
         self._heads: Heads | None = None
         self._n_blocks = 0
@@ -133,6 +135,10 @@ class Plan:
         assert bias is None or bias.shape == (w.n,), f"linear: bias {bias.shape if bias is not None else 0}, n {w.n}"
         if w.n == 0:
             return
+        if self._is_fast(w):
+            arguments = self._product(x, w, bias, ROOM_WIDTH, rows)
+            self.tape.add("linear", _fused.linear_operation(w.format), *arguments, out, w.n)
+            return
         shared = (_NOTHING if bias is None else bias, out, w.n, self.buffer("tail", 16))
         given, scales, sums = self._prepared(x, w, rows)
         tier, kind = _select.tier(), _fused.activation(w.format)
@@ -159,21 +165,35 @@ class Plan:
             self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
             return codes, scales, sums
         if kind == "bf16":
-            rounded = self._array("bf16", -(-w.k // 32) * 32, np.uint16)
-            self.tape.add("quantise", _tiles.bf16_operations(_select.tier())[0], x, rows, w.k, rounded)
-            return rounded, _NOTHING, none
+            return self._rounded(x, w.k, rows), _NOTHING, none
         return x, _NOTHING, none
 
-    def _product(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, width: int) -> tuple:
+    def _rounded(self, x: np.ndarray, k: int, rows: _tape.Cell) -> np.ndarray:
+        """x in bf16 as the tier's products take it."""
+        rounded = self._array("bf16", -(-k // 32) * 32, np.uint16)
+        self.tape.add("quantise", _tiles.bf16_operations(_select.tier())[0], x, rows, k, rounded)
+        return rounded
+
+    def _product(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, width: int,
+                 rows: _tape.Cell = ROWS) -> tuple:
         """The arguments that fused products share; threads work in rooms of ``width`` outputs for all rows."""
         assert x.shape == (self.capacity, w.k) and x.flags.c_contiguous, f"x {x.shape}, {w.k} inputs"
         assert bias is None or bias.shape == (w.n,), f"bias {bias.shape if bias is not None else 0}, n {w.n}"
-        given, scales, sums = self._prepared(x, w, ROWS)
+        given, scales, sums = self._prepared(x, w, rows)
+        rounded, widened, each_widened = np.zeros(0, np.uint16), np.zeros(0, np.uint16), 0
+        if self._is_fast(w):
+            rounded, each_widened = self._rounded(x, w.k, rows), width * w.k
+            widened = self._buffers.setdefault(("widened", each_widened),
+                                               allocate(each_widened * _policy.threads(), np.uint16))
         w_scales = _NOTHING if w.scales is None else w.scales
         each, parts = -(-self.capacity * width // 16) * 16, _policy.threads()
         room = self._buffers.setdefault(("fused", width), allocate(each * parts, np.float32))
-        return (given, scales, sums, ROWS, w.k, w.data, w_scales, w.stride, len(w_scales) // max(1, -(-w.n // 16)),
-                w.phase, _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch())
+        return (given, scales, sums, rounded, rows, w.k, w.data, w_scales, w.stride, len(w_scales) // max(1, -(-w.n // 16)),
+                w.phase, _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch(),
+                widened, each_widened)
+
+    def _is_fast(self, w: PackedMatrix) -> bool:
+        return self._fast and w.format in QUANTISED
 
     def gated(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray) -> None:
         """out [., n] = silu(gate) * up of the product of x with ``w``, of which panels of gate and up stand in turn."""
@@ -181,7 +201,7 @@ class Plan:
         assert w.n == 2 * n and n % 16 == 0 and len(out) == self.capacity, f"gated: {w.n} outputs, out {out.shape}"
         if n:
             width = 32 * min(_fused.PAIRS, n // 16)
-            self.tape.add("linear", _fused.gated_operation(w.format), *self._product(x, w, bias, width), out,
+            self.tape.add("linear", _fused.gated_operation(w.format, self._is_fast(w)), *self._product(x, w, bias, width), out,
                           _stride(out), n)
 
     def heads(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, q: np.ndarray, heads: Heads,
@@ -195,7 +215,7 @@ class Plan:
         assert q.shape == (self.capacity, heads.n_heads * size), f"heads: q {q.shape}"
         self._check_cache("heads", cache, heads)
         if total:
-            self.tape.add("linear", _fused.heads_operation(w.format, cache.kv_type),
+            self.tape.add("linear", _fused.heads_operation(w.format, cache.kv_type, self._is_fast(w)),
                           *self._product(x, w, bias, size), q, _stride(q), *self._head_arguments(heads, norms, cache))
 
     def _head_arguments(self, heads: Heads, norms: HeadNorms, cache: LayerCache) -> tuple:

@@ -65,6 +65,10 @@ def parser() -> argparse.ArgumentParser:
     memory.add_argument("--tie-embeddings", action="store_true",
                         help="take the embedding as output head where the file has none")
 
+    memory.add_argument("--fast", action="store_true",
+                        help="widen quantised weights to bf16 in steps of many rows, where the processor multiplies "
+                             "it: quicker prefill, but results depend on the batch")
+
     _split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")

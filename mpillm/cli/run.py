@@ -178,12 +178,14 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     formats = registry.formats(model, weights, settings.weights)
     kernels.set_tier(kernels.lowest_tier(world.allgather(world.agree_all(kernels.tested_tier))))
     LOG.info("instructions: %s", kernels.tier())
+    if settings.fast and kernels.tier() in ("generic", "avx2"):
+        LOG.info("--fast changes nothing with these instructions: they do not multiply bf16")
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     if world.node_rank == 0:
-        kernels.warm_up(formats, settings.kv_type)
+        kernels.warm_up(formats, settings.kv_type, settings.fast)
     world.barrier_quiet()
     if world.node_rank != 0:
-        kernels.warm_up(formats, settings.kv_type)
+        kernels.warm_up(formats, settings.kv_type, settings.fast)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 

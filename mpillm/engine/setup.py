@@ -72,6 +72,7 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
+    built.fast = run.fast
     return LoadedModel(built, loader.nbytes)
 
 

@@ -27,7 +27,7 @@ from mpillm.jit.elementwise import norm_row, rotate_row
 from mpillm.jit.gemm import ELEMENTS, F32_1, VECTOR, multiply, reads
 from mpillm.jit.isa.generic import load_number, store_number
 from mpillm.jit.isa.lanes import exponential_of, softmax_step
-from mpillm.jit.isa.quantised import blocks_by_panels, quantise_row
+from mpillm.jit.isa.quantised import MOST_ROWS, blocks_by_panels, quantise_row
 from mpillm.jit.isa.select import key
 from mpillm.jit.tape import Operation
 
@@ -189,8 +189,10 @@ def _step_codes(q, codes, code_scales, code_sums, query, count, k_cache, k_words
     behind = (at + BLOCK * size) // 2
     for i in range(count * BLOCK):
         scores[i] = 0
-    blocks_by_panels(count, query, size, codes, code_scales, code_sums, k_cache[at:], k_words[behind:], 0, low,
-                     (stop + 15) // 16 - low, 0, size, scores, 16 * low, BLOCK)
+    for i in range(0, count, MOST_ROWS):
+        blocks_by_panels(min(MOST_ROWS, count - i), query + i, size, codes, code_scales, code_sums, k_cache[at:],
+                         k_words[behind:], 0, low, (stop + 15) // 16 - low, 0, size, scores, i * BLOCK + 16 * low,
+                         BLOCK)
     _soften(count, query, first, stop, scores, most, total, acc, size)
     for i in range(size // 32):
         for j in range(count):

@@ -17,9 +17,11 @@ from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, linear_part, quantised
 from mpillm.jit.isa import quantised, select
 from mpillm.jit.isa.amx import SCRATCH
 from mpillm.jit.isa.lanes import add_row, silu_mul_row
+from mpillm.jit.isa.quantised import dequantise_panels
 from mpillm.jit.tape import Operation
 from mpillm.jit.tiles import bf16_avx512_part, codes_core, tiles_core
 
+FAST_ROWS = 32         # from here on fast products widen quantised weights to bf16
 PAIRS = 8              # panels of gate and of up that a thread takes at a time
 
 INTS = reads(types.int32)
@@ -35,53 +37,96 @@ def activation(name: str) -> str:
 
 
 @lru_cache(None)
-def product(name: str) -> Any:
-    """``product(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles)``: y [rows, n]."""
+def product(name: str, fast: bool = False) -> Any:
+    """``product(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels)``.
+
+    y [rows, n] = x @ w; ``none`` is an empty bias.
+
+    ``fast`` ones of quantised weights widen them to bf16 in ``panels`` once rows are many, and take ``x_bf16``.
+    """
     tier = select.tier()
     if name in quantised.SHAPES:
         codes = codes_core(name) if tier == "amx" else None
 
         @policy.helper
-        def with_tiles(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+        def with_tiles(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles,
+                       panels):
             codes(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, phase, none, y, n, tail, tiles)
 
         @policy.helper
-        def of_codes(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+        def of_codes(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels):
             quantised_part(0, 1, x, x_scales, x_sums, rows, k, w, w_scales, phase, none, y, n, tail)
 
-        return of_codes if codes is None else with_tiles
+        usual = of_codes if codes is None else with_tiles
+        return _widened(usual, product("bf16")) if fast else usual
     if activation(name) == "bf16":
         whole = tiles_core("bf16") if tier == "amx" else None
 
         @policy.helper
-        def of_tiles(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+        def of_tiles(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels):
             whole(0, 1, x, rows, k, w, stride, none, y, n, tail, tiles)
 
         @policy.helper
-        def of_pairs(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+        def of_pairs(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels):
             bf16_avx512_part(0, 1, x, rows, k, w, stride, none, y, n, tail)
 
         return of_pairs if whole is None else of_tiles
 
     @policy.helper
-    def of_numbers(x, x_scales, x_sums, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles):
+    def of_numbers(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels):
         linear_part(0, 1, x, x_scales, rows, k, w, x_scales, stride, none, y, n, tail)
 
     return of_numbers
 
 
+def _widened(few: Any, many: Any) -> Any:
+    @policy.helper
+    def widened(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels):
+        if rows < FAST_ROWS:
+            few(x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, phase, none, y, n, tail, tiles, panels)
+        else:
+            dequantise_panels(n // 16, k, w, w_scales, phase, panels)
+            many(x_bf16, x_scales, x_sums, x_bf16, rows, k, panels, x_scales, 16 * k, 0, none, y, n, tail, tiles,
+                 panels)
+
+    return widened
+
+
+def _linear_core(multiply: Any) -> Any:
+    @policy.helper
+    def linear_by_panels(part, parts, x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, scale_stride, phase,
+                         bias, room, each, tail, tiles, widened, each_widened, out, n):
+        """out [rows, n] = x @ w + bias, some panels at a time in the thread's room."""
+        y, scratch, panels = room[part * each:], tiles[part * SCRATCH:], widened[part * each_widened:]
+        all_panels = (n + 15) // 16
+        stop = (part + 1) * all_panels // parts
+        for p in range(part * all_panels // parts, stop, 2 * PAIRS):
+            count = min(2 * PAIRS, stop - p)
+            width = 16 * count
+            multiply(x, x_scales, x_sums, x_bf16, rows, k, w[p * stride:], w_scales[p * scale_stride:], stride, phase,
+                     bias[:0], y, width, tail, scratch, panels)
+            columns = min(width, n - 16 * p)
+            for m in range(rows):
+                for i in range(columns):
+                    out[m * n + 16 * p + i] = y[m * width + i]
+                if bias.size:
+                    add_row(out, m * n + 16 * p, bias, 16 * p, columns)
+
+    return linear_by_panels
+
+
 def _gated_core(multiply: Any) -> Any:
     @policy.helper
-    def gated_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, stride, scale_stride, phase, bias, room,
-                   each, tail, tiles, out, out_stride, n):
+    def gated_part(part, parts, x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, scale_stride, phase, bias,
+                   room, each, tail, tiles, widened, each_widened, out, out_stride, n):
         """out [rows, n] = silu(gate) * up; panels of gate and up in turn. ``room`` f32 [parts][each]."""
-        y, scratch = room[part * each:], tiles[part * SCRATCH:]
+        y, scratch, panels = room[part * each:], tiles[part * SCRATCH:], widened[part * each_widened:]
         stop = (part + 1) * (n // 16) // parts
         for pair in range(part * (n // 16) // parts, stop, PAIRS):
             pairs = min(PAIRS, stop - pair)
             width = 32 * pairs
-            multiply(x, x_scales, x_sums, rows, k, w[2 * pair * stride:], w_scales[2 * pair * scale_stride:], stride,
-                     phase, bias[:0], y, width, tail, scratch)
+            multiply(x, x_scales, x_sums, x_bf16, rows, k, w[2 * pair * stride:], w_scales[2 * pair * scale_stride:],
+                     stride, phase, bias[:0], y, width, tail, scratch, panels)
             for m in range(rows):
                 if bias.size:
                     add_row(y, m * width, bias, 32 * pair, width)
@@ -94,15 +139,17 @@ def _gated_core(multiply: Any) -> Any:
 
 def _heads_core(multiply: Any, finish: Any) -> Any:
     @policy.helper
-    def heads_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, stride, scale_stride, phase, bias, room,
-                   each, tail, tiles, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
-                   k_words, v_cache, v_words, pair, limit, row_seq, positions, table, table_width):
+    def heads_part(part, parts, x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, scale_stride, phase, bias,
+                   room, each, tail, tiles, widened, each_widened, q, q_stride, heads, kv_heads, size, cos, sin,
+                   q_norm, k_norm, eps, k_cache, k_words, v_cache, v_words, pair, limit, row_seq, positions, table,
+                   table_width):
         """Heads of queries, keys and values, of ``size`` outputs each, a thread its share; see finish_head."""
-        y, scratch, total = room[part * each:], tiles[part * SCRATCH:], heads + 2 * kv_heads
+        y, scratch, panels = room[part * each:], tiles[part * SCRATCH:], widened[part * each_widened:]
+        total = heads + 2 * kv_heads
         for head in range(part * total // parts, (part + 1) * total // parts):
             panel = head * (size // 16)
-            multiply(x, x_scales, x_sums, rows, k, w[panel * stride:], w_scales[panel * scale_stride:], stride, phase,
-                     bias[:0], y, size, tail, scratch)
+            multiply(x, x_scales, x_sums, x_bf16, rows, k, w[panel * stride:], w_scales[panel * scale_stride:], stride,
+                     phase, bias[:0], y, size, tail, scratch, panels)
             if bias.size:
                 for m in range(rows):
                     add_row(y, m * size, bias, head * size, size)
@@ -114,20 +161,31 @@ def _heads_core(multiply: Any, finish: Any) -> Any:
 
 def _shared(name: str) -> tuple:
     w_scales = reads(types.int16) if name in quantised.SHAPES else VECTOR
-    return (ACTIVATIONS[activation(name)], VECTOR, INTS, INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, INT,
-            VECTOR, F32_1, INT, F32_1, types.uint8[::1])
+    return (ACTIVATIONS[activation(name)], VECTOR, INTS, types.uint16[::1], INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, INT,
+            VECTOR, F32_1, INT, F32_1, types.uint8[::1], types.uint16[::1], INT)
+
+
+def _named(kind: str, name: str, fast: bool) -> str:
+    return f"{kind}_{name}_{select.key()}" + ("_fast" if fast else "")
 
 
 @lru_cache(None)
-def gated_operation(name: str) -> Operation:
+def linear_operation(name: str) -> Operation:
+    """A fast product of quantised weights ``name``."""
+    return Operation(_linear_core(product(name, True)), _named("linear", name, True), (*_shared(name), F32_1, INT))
+
+
+@lru_cache(None)
+def gated_operation(name: str, fast: bool = False) -> Operation:
     """Gate and up of weights ``name``."""
-    return Operation(_gated_core(product(name)), f"gated_{name}_{select.key()}", (*_shared(name), F32_1, INT, INT))
+    return Operation(_gated_core(product(name, fast)), _named("gated", name, fast), (*_shared(name), F32_1, INT, INT))
 
 
 @lru_cache(None)
-def heads_operation(name: str, kv_type: str) -> Operation:
+def heads_operation(name: str, kv_type: str, fast: bool = False) -> Operation:
     """Queries, keys and values of weights ``name``, with a cache of ``kv_type``."""
     cache = (ELEMENTS[kv_type][::1], types.int16[::1])
-    return Operation(_heads_core(product(name), finish_head(kv_type)), f"heads_{name}_{kv_type}_{select.key()}", (
+    core = _heads_core(product(name, fast), finish_head(kv_type))
+    return Operation(core, _named("heads", f"{name}_{kv_type}", fast), (
         *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32, *cache, *cache, INT,
         types.float32, INTS, INTS, INTS, INT))

@@ -57,6 +57,7 @@ class Llama:
     norm: RMSNorm
     head: VocabHead
     rope: Rope
+    fast: bool = False      # see kernels.Plan
     _step: _Step | None = field(default=None, init=False, repr=False)
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
@@ -76,7 +77,7 @@ class Llama:
 
     def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
         """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        plan, hidden = kernels.Plan(capacity), self.embedding.hidden
+        plan, hidden = kernels.Plan(capacity, self.fast), self.embedding.hidden
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.qkv.input(plan, hidden))

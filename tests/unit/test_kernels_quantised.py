@@ -212,3 +212,27 @@ def test_every_tier_gives_the_same_bits(tier):
                    "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == [tier, digest()], done.stderr
+
+
+def fast_error() -> float:
+    """The largest error of fast products against weights and activations rounded to bf16; few rows are as ever."""
+    worst = 0.0
+    for name in FORMATS:
+        w = packed(name, stored(name, 50, 512), 512)
+        x = random(40, 512)
+        exact = naive.round_to("bf16", kernels.lookup(w, np.arange(50))).astype(np.float64)
+        expected = naive.round_to("bf16", x).astype(np.float64) @ exact.T
+        got = kernels.linear(x, w, fast=True)
+        worst = max(worst, float(np.abs(got - expected).max() / np.abs(expected).max()))
+        assert np.array_equal(kernels.linear(x[:31], w, fast=True), kernels.linear(x[:31], w)), name
+    return worst
+
+
+@pytest.mark.parametrize("tier", ["avx512", "amx"])
+def test_fast_products_widen_weights_to_bf16(tier):
+    here = Path(__file__).parent
+    code = "import test_kernels_quantised as t; print(t.fast_error())"
+    environment = {**os.environ, "MPILLM_ISA": tier, "MPILLM_ISA_EMULATE": "1",
+                   "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and float(done.stdout) < 1e-5, done.stderr

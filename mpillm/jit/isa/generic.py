@@ -187,27 +187,11 @@ def store_number(typingctx, array, offset, value):
         if name == "f16":
             value = b.fptrunc(value, HALF)
         elif name == "bf16":
-            value = _round_to_bf16(b, value)
+            value = v.rounded_to_bf16(b, value)
         v.store(b, value, address, 4 if name == "f32" else 2)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), codegen
-
-
-def _round_to_bf16(b: ir.IRBuilder, value: Any) -> Any:
-    """float32, one or a vector, to the 16 bits of bfloat16."""
-    words, halves = (I32, I16) if value.type == F32 else (V16I, ir.VectorType(I16, LANES))
-
-    def number(n):
-        return I32(n) if words == I32 else v.constant(words, n)
-
-    bits = b.bitcast(value, words)
-    upper = b.lshr(bits, number(16))
-    odd = b.and_(upper, number(1))
-    rounded = b.lshr(b.add(bits, b.add(odd, number(0x7FFF))), number(16))
-    # Rounding may carry a NaN's payload into infinity: keep NaN as NaN.
-    is_nan = b.fcmp_unordered("uno", value, value)
-    return b.trunc(b.select(is_nan, b.or_(upper, number(0x40)), rounded), halves)
 
 
 @intrinsic
@@ -239,12 +223,12 @@ def pack_sixteen(typingctx, x, start, stride, k, w, to, limit):
         if name == "bf16":
             with cgutils.for_range(b, b.ashr(k, I64(1))) as loop:
                 even = b.mul(loop.index, I64(2))
-                low, high = (b.zext(_round_to_bf16(b, gather(b.add(even, I64(i)))), V16I) for i in (0, 1))
+                low, high = (b.zext(v.rounded_to_bf16(b, gather(b.add(even, I64(i)))), V16I) for i in (0, 1))
                 words = b.or_(low, b.shl(high, v.constant(V16I, 16)))
                 v.store(b, words, v.at(b, w, b.add(to, b.mul(even, I64(LANES))), I16), 2)
             with b.if_then(b.trunc(k, v.I1)):
                 last = b.sub(k, I64(1))
-                words = b.zext(_round_to_bf16(b, gather(last)), V16I)
+                words = b.zext(v.rounded_to_bf16(b, gather(last)), V16I)
                 v.store(b, words, v.at(b, w, b.add(to, b.mul(last, I64(LANES))), I16), 2)
         else:
             with cgutils.for_range(b, k) as loop:

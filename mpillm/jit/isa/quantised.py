@@ -204,6 +204,18 @@ class _Scales:
             if name == "q4_1":
                 self.minimum = halves(own, 1)
 
+    def value(self, codes: Any, quad: int) -> Any:
+        """The weights of 16 outputs from their codes in quad ``quad``."""
+        b, d = self.b, self.d
+        if self.name == "q4_1":
+            return v.fma(b, codes, d, self.minimum)
+        if self.name == "q4_K":
+            least = b.fmul(self.minimum, b.sitofp(self.small[1], self.floats))
+            return v.fma(b, codes, b.fmul(d, b.sitofp(self.small[0], self.floats)), b.fneg(least))
+        if self.name == "q6_K":
+            d = b.fmul(d, b.sitofp(self.small[quad // 4], self.floats))
+        return b.fmul(codes, d)
+
     def applied(self, sums: list[Any], x_sum: Any, x_scale: Any, total: Any) -> Any:
         """``total`` <lanes x float> and the block; ``sums`` <lanes x i32>, x_sum i32 and x_scale f32 of the row."""
         b, wide = self.b, v.splat(self.b, x_scale, self.floats)
@@ -220,6 +232,47 @@ class _Scales:
             least = b.mul(v.splat(b, x_sum, self.integers), self.small[1])
             total = v.fma(b, b.sitofp(least, self.floats), b.fneg(b.fmul(self.minimum, wide)), total)
         return total
+
+
+@intrinsic
+def dequantise_panels(typingctx, panels, k, w, w_scales, phase, out):
+    """The first panels of a packed matrix as bf16 [panels][k/2][16][2] in ``out`` uint16, rounded to nearest even.
+
+    For tiers that work on 16 outputs at a time. w, w_scales and ``phase`` as in :func:`blocks_by_panels`.
+    """
+    name = FORMAT_OF[w.dtype]
+
+    def codegen(context, b, signature, arguments):
+        panels, k, w, w_scales, phase, out = arguments
+        w, w_scales, out = (v.data(context, b, signature.args[i], arguments[i]) for i in (2, 3, 5))
+        shape, blocks = SHAPES[name], b.sdiv(k, I64(BLOCK))
+        supers = b.sdiv(b.add(b.add(phase, blocks), I64(SUPER - 1)), I64(SUPER))
+        behind = b.mul(blocks, I64(shape.words))
+        stride = b.add(behind, b.mul(supers, I64(shape.super_words)))
+        with cgutils.for_range(b, panels) as turn, cgutils.for_range(b, blocks) as loop:
+            number = b.add(b.mul(turn.index, blocks), loop.index)
+            scales = v.at(b, w_scales, b.mul(turn.index, stride), I16)
+            scale = _Scales(b, name, _Place(scales, behind, phase, loop.index, 0))
+            to = v.at(b, out, b.mul(number, I64(BLOCK * LANES)), I16)
+            for quad, codes in _decoded(b, name, v.at(b, w, b.mul(number, I64(shape.codes)), I8), 0):
+                words = b.bitcast(codes, V16I)
+                halves = [b.zext(v.rounded_to_bf16(b, scale.value(_byte(b, shape, words, i), quad)), V16I)
+                          for i in range(4)]
+                for pair in (0, 1):
+                    both = b.or_(halves[2 * pair], b.shl(halves[2 * pair + 1], v.constant(V16I, 16)))
+                    v.store(b, both, v.at(b, to, I64((2 * quad + pair) * 2 * LANES), I16), 2)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(i, i, w, w_scales, i, out), codegen
+
+
+def _byte(b: ir.IRBuilder, shape: Shape, words: Any, i: int) -> Any:
+    """Byte ``i`` of 16 words as float32 codes, their offset taken off."""
+    if shape.kind == "s8":
+        return b.sitofp(b.ashr(b.shl(words, v.constant(V16I, 24 - 8 * i)), v.constant(V16I, 24)), V16F)
+    code = b.and_(b.lshr(words, v.constant(V16I, 8 * i)), v.constant(V16I, 255))
+    return b.sitofp(b.sub(code, v.constant(V16I, shape.offset)), V16F)
 
 
 @intrinsic

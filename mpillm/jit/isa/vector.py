@@ -137,3 +137,19 @@ def exponential(b: ir.IRBuilder, x: Any) -> Any:
         scale = b.shl(b.add(power, constant(V16I, 127)), constant(V16I, 23))
         result = b.fmul(result, b.bitcast(scale, V16F))
     return result
+
+
+def rounded_to_bf16(b: ir.IRBuilder, value: Any) -> Any:
+    """float32, one or a vector, to the 16 bits of bfloat16."""
+    words, halves = (I32, I16) if value.type == F32 else (V16I, ir.VectorType(I16, LANES))
+
+    def number(n):
+        return I32(n) if words == I32 else constant(words, n)
+
+    bits = b.bitcast(value, words)
+    upper = b.lshr(bits, number(16))
+    odd = b.and_(upper, number(1))
+    rounded = b.lshr(b.add(bits, b.add(odd, number(0x7FFF))), number(16))
+    # Rounding may carry a NaN's payload into infinity: keep NaN as NaN.
+    is_nan = b.fcmp_unordered("uno", value, value)
+    return b.trunc(b.select(is_nan, b.or_(upper, number(0x40)), rounded), halves)
