@@ -183,13 +183,14 @@ class Plan:
         rounded, widened, each_widened = np.zeros(0, np.uint16), np.zeros(0, np.uint16), 0
         if self._is_fast(w):
             rounded, each_widened = self._rounded(x, w.k, rows), width * w.k
-            widened = self._buffers.setdefault(("widened", each_widened),
-                                               allocate(each_widened * _policy.threads(), np.uint16))
+            widened = self._kept(("widened", each_widened),
+                                 lambda: allocate(each_widened * _policy.threads(), np.uint16))
         w_scales = _NOTHING if w.scales is None else w.scales
         each, parts = -(-self.capacity * width // 16) * 16, _policy.threads()
-        room = self._buffers.setdefault(("fused", width), allocate(each * parts, np.float32))
-        return (given, scales, sums, rounded, rows, w.k, w.data, w_scales, w.stride, len(w_scales) // max(1, -(-w.n // 16)),
-                w.phase, _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch(),
+        room = self._kept(("fused", width), lambda: allocate(each * parts, np.float32))
+        scale_stride = len(w_scales) // max(1, -(-w.n // 16))
+        return (given, scales, sums, rounded, rows, w.k, w.data, w_scales, w.stride, scale_stride, w.phase,
+                _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch(),
                 widened, each_widened)
 
     def _is_fast(self, w: PackedMatrix) -> bool:
@@ -201,8 +202,8 @@ class Plan:
         assert w.n == 2 * n and n % 16 == 0 and len(out) == self.capacity, f"gated: {w.n} outputs, out {out.shape}"
         if n:
             width = 32 * min(_fused.PAIRS, n // 16)
-            self.tape.add("linear", _fused.gated_operation(w.format, self._is_fast(w)), *self._product(x, w, bias, width), out,
-                          _stride(out), n)
+            operation = _fused.gated_operation(w.format, self._is_fast(w))
+            self.tape.add("linear", operation, *self._product(x, w, bias, width), out, _stride(out), n)
 
     def heads(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, q: np.ndarray, heads: Heads,
               norms: HeadNorms, cache: LayerCache) -> None:
@@ -232,7 +233,12 @@ class Plan:
         return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
-        return self._buffers.setdefault((name, n, dtype), np.zeros((self.capacity, n), dtype))
+        return self._kept((name, n), lambda: np.zeros((self.capacity, n), dtype))
+
+    def _kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
+        if key not in self._buffers:
+            self._buffers[key] = make()
+        return self._buffers[key]
 
     def norm(self, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
              chosen: bool = False) -> None:

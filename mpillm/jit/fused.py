@@ -161,8 +161,8 @@ def _heads_core(multiply: Any, finish: Any) -> Any:
 
 def _shared(name: str) -> tuple:
     w_scales = reads(types.int16) if name in quantised.SHAPES else VECTOR
-    return (ACTIVATIONS[activation(name)], VECTOR, INTS, types.uint16[::1], INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT, INT,
-            VECTOR, F32_1, INT, F32_1, types.uint8[::1], types.uint16[::1], INT)
+    return (ACTIVATIONS[activation(name)], VECTOR, INTS, types.uint16[::1], INT, INT, reads(ELEMENTS[name]), w_scales,
+            INT, INT, INT, VECTOR, F32_1, INT, F32_1, types.uint8[::1], types.uint16[::1], INT)
 
 
 def _named(kind: str, name: str, fast: bool) -> str:
