@@ -44,8 +44,8 @@ class World:
         self.node_rank, self.node_size = self._node_comm.Get_rank(), self._node_comm.Get_size()
         self.node = self._node_comm.bcast(self.rank)      # a node is named by its lowest rank
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
-        self._cores = len(set().union(*masks))
-        self._threads, self.crowded = 1, self.node_size > self._cores
+        self.cores = len(set().union(*masks))
+        self._threads, self.crowded = 1, self.node_size > self.cores
         self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
@@ -161,7 +161,7 @@ class World:
             except OSError as error:
                 warnings += (f"rank {self.rank} could not be pinned to CPUs {place.cpus}: {error.strerror}",)
         self._threads = place.threads
-        self.crowded = sum(self._node_comm.allgather(place.threads)) > self._cores
+        self.crowded = sum(self._node_comm.allgather(place.threads)) > self.cores
         row = affinity.table_row(self.rank, self.host, place)
         rows, lines = zip(*self.allgather((row, warnings)), strict=True)
         return affinity.Placement(place.threads, place.cpus, place.domains, list(rows),

@@ -176,26 +176,28 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     return noise
 
 
-def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False) -> None:
-    """Compile or load every kernel that a run with these formats needs; call set_threads() before."""
+def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1) -> None:
+    """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads()."""
     check_kv(kv_type)
-    _tape.warm_up()
+    for make in _needed(list(weight_formats), kv_type, fast)[part::parts]:
+        make()
+
+
+def _needed(weight_formats: list[str], kv_type: str, fast: bool) -> list[Callable[[], Any]]:
+    """What makes each kernel of a run, those that take long to compile first."""
+    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(kv_type), _exchange.warm_up]
     for name in weight_formats:
-        _warm_up_linear(name, fast)
         fast_here = fast and _select.at_least("avx512") and name in QUANTISED
-        _fused.gated_operation(name, fast_here), _fused.heads_operation(name, kv_type, fast_here)
-        if name in QUANTISED:
-            _gemm.quantise_operation(), _pack_blocks.pack_blocks_kernel(), _pack_blocks.lookup_blocks_kernel()
-            _pack_blocks.encode_kernel()
-        else:
-            _pack.pack_kernel(name), _pack.lookup_kernel(name)
-    _attention.attention_operation(kv_type), _attention.rope_write_operation(kv_type)
-    _attention.merge_operation(), _attention.tiles_kernel()
-    for name in _elementwise.KINDS:
-        _elementwise.operation(name)
-    for sampling in _sampling.SIGNATURES:
-        _sampling.sampling_kernel(sampling)
-    _exchange.warm_up()
+        made += [functools.partial(_fused.heads_operation, name, kv_type, fast_here),
+                 functools.partial(_fused.gated_operation, name, fast_here),
+                 functools.partial(_warm_up_linear, name, fast)]
+        made += [_gemm.quantise_operation, _pack_blocks.pack_blocks_kernel, _pack_blocks.lookup_blocks_kernel,
+                 _pack_blocks.encode_kernel] if name in QUANTISED else [
+            functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
+    made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
+    made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
+    return [*made, lambda: _attention.rope_write_operation(kv_type), _attention.merge_operation,
+            _attention.tiles_kernel, _tape.warm_up]
 
 
 def _warm_up_linear(name: str, fast: bool) -> None:

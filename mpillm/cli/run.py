@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpillm.engine.text import TextStream  # only roots need a tokenizer, and what it imports
 
 LOG = logging.getLogger("mpillm.run")
+COMPILERS = 8          # ranks of a node that compile kernels, at most
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
 
@@ -173,7 +174,7 @@ def shares(batch: Batch, layout: Layout, ranks: int) -> list[list[Request]]:
 
 
 def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelConfig, weights: Weights) -> None:
-    """One rank a node compiles, or loads, what the run needs; the others wait and find it in the cache."""
+    """Some ranks of a node, one on each core, compile a share of what is needed; then all load it from the cache."""
     began = time.perf_counter()
     formats = registry.formats(model, weights, settings.weights)
     kernels.set_tier(kernels.lowest_tier(world.allgather(world.agree_all(kernels.tested_tier))))
@@ -181,11 +182,11 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     if settings.fast and kernels.tier() in ("generic", "avx2"):
         LOG.info("--fast changes nothing with these instructions: they do not multiply bf16")
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
-    if world.node_rank == 0:
-        kernels.warm_up(formats, settings.kv_type, settings.fast)
+    compilers = max(1, min(world.node_size, world.cores, COMPILERS))
+    if world.node_rank < compilers:
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers)
     world.barrier_quiet()
-    if world.node_rank != 0:
-        kernels.warm_up(formats, settings.kv_type, settings.fast)
+    kernels.warm_up(formats, settings.kv_type, settings.fast)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
