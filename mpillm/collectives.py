@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from mpillm.errors import MpillmError, UsageError
+from mpillm.errors import LaunchError, MpillmError, UsageError
 from mpillm.machine import affinity, launch, topology
 from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
@@ -201,7 +201,10 @@ class World:
         fake = os.environ.get(FAKE_NODES)
         if not fake:
             return self.node
-        listed = [int(node) for node in fake.split(",")]
+        try:
+            listed = [int(node) for node in fake.split(",")]
+        except ValueError:
+            raise LaunchError(f"{FAKE_NODES}={fake}: give a number of nodes, or each rank's node as 0,1,...") from None
         return listed[self.rank % len(listed)] if len(listed) > 1 else self.rank * listed[0] // self.size
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpillm import config
 from mpillm.cli.report import render
-from mpillm.errors import OutputError, UsageError
+from mpillm.errors import OutputError, ResourceError, UsageError
 from mpillm.machine.launch import is_first
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
         folder = os.path.dirname(os.path.abspath(path))
         if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
             raise OutputError(f"{path} cannot be written: name a file in a folder that exists and is yours")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OutputError(f"{path} is not a regular file: name one that may be replaced")
     if getattr(given, "plot", None):
         from mpillm.bench import plot
 
@@ -202,8 +204,8 @@ def _model(world: World, given: argparse.Namespace) -> list[dict[str, Any]]:
     tests = measuring.tests_of(given.prompt_batch or given.batch, given.batch, given.depth, given.prompt, given.tokens)
     beyond = [depth for depth in given.depth if depth + max(given.prompt, given.tokens) > loaded.config.context]
     if beyond and world.rank == 0:
-        LOG.warning("depth %s is beyond the model's %d positions: measured all the same, its texts would be noise",
-                    ", ".join(map(str, beyond)), loaded.config.context)
+        LOG.warning("at depth %s the tests go beyond the model's %d positions: measured all the same, texts would be "
+                    "noise", ", ".join(map(str, beyond)), loaded.config.context)
     rows = []
     for row in measuring.measure_model(loaded, tests, given.repetitions, given.seconds, given.buffer):
         rows.append(row)
@@ -240,6 +242,7 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     free = min(world.allgather(memory.available_nbytes() // world.node_size))
     split = world.agree(lambda: setup.choose_split(settings, found.model, weights, world.size, free))
     ranks, _ = _ranks(world, given, world.size)
+    kernels.prepare_threads(world.crowded)
     run.compile_kernels(world, settings, found.model, weights)
     model = run.load(world, settings, found, split, ranks.replica, weights)
     assert model is not None, "every rank holds a part"
@@ -274,13 +277,16 @@ def _families(seconds: dict[str, float]) -> str:
 
 
 def _write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
-    """On rank 0: the files that were asked for. Raises OutputError."""
+    """On rank 0: the files that were asked for. Raises OutputError, and ResourceError when nothing was measured."""
+    if not rows:
+        raise ResourceError("no test fits the memory: give smaller --batch, --depth, --prompt or --tokens")
     try:
         if given.json:
-            with open(given.json + ".new", "w", encoding="utf-8") as file:
+            target = os.path.realpath(given.json)       # a link stays a link
+            with open(target + ".new", "w", encoding="utf-8") as file:
                 json.dump(rows, file, indent=1)
                 file.write("\n")
-            os.replace(given.json + ".new", given.json)
+            os.replace(target + ".new", target)
         if getattr(given, "plot", None):
             from mpillm.bench import plot
 

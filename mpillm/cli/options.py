@@ -16,7 +16,8 @@ examples:
   mpirun -n 6 python -m mpillm.main --config run.toml --overwrite
 
 exit codes: 0 done (lines that failed are error lines in the results), 2 an option, 3 the model,
-4 the prompts file, 5 an output, 6 memory, 7 the launch, 70 a fault of the program
+4 the prompts file, 5 an output, 6 memory, 7 the launch, 8 a rank that did not come to an exchange,
+70 a fault of the program
 """
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 
 import pytest
 from program import launch
@@ -85,3 +87,18 @@ def test_an_error_is_one_line(arguments, code, message):
 def test_help_is_printed_once():
     done = launch(2, ["bench", "model", "--help"])
     assert done.code == 0 and done.stdout.count("usage: mpillm bench model") == 1
+
+
+def test_nothing_is_replaced_that_is_no_file_and_nothing_measured_is_an_error(folder):
+    fifo, link, real = folder / "fifo", folder / "link.json", folder / "real.json"
+    os.mkfifo(fifo)
+    done = launch(1, ["bench", "machine", "--seconds", 0.02, "--json", fifo, *QUICK])
+    assert done.code == 5 and "fifo is not a regular file" in done.stderr and stat.S_ISFIFO(fifo.stat().st_mode)
+    real.write_text("")
+    link.symlink_to(real)
+    model = ["bench", "model", "--model", folder / "model", "--weights", "bf16", "--batch", 1, "--prompt", 0,
+             "--tokens", 2]
+    done = launch(1, [*model, "--depth", 0, "--repetitions", 1, "--json", link, *QUICK])
+    assert done.code == 0 and link.is_symlink() and json.loads(real.read_text()), done.stderr
+    done = launch(1, [*model, "--depth", 10 ** 12, *QUICK])
+    assert done.code == 6 and "no test fits the memory" in done.stderr
