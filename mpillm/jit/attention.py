@@ -215,9 +215,7 @@ def _merge(most, total, acc, query, other_most, other_total, other, at, width):
         acc[query * width + c] = acc[query * width + c] * mine + other[at + c] * its
 
 
-def _attention_core(quantised: bool) -> Any:
-    step = _step_codes if quantised else _step_numbers
-
+def _stretch_core(step: Any) -> Any:
     @policy.helper
     def stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, sequence, j, kv_heads, k_cache,
                           k_words, v_cache, v_words, table, table_width, size, window, stretch, scores, weighted, most,
@@ -242,6 +240,12 @@ def _attention_core(quantised: bool) -> Any:
                 if first < stop:
                     step(q, codes, code_scales, code_sums, r * group, queries if whole else group, k_cache, k_words,
                          v_cache, v_words, stored, size, first, stop, scores, weighted, most, total, acc)
+
+    return stretch_of_blocks
+
+
+def _attention_core(quantised: bool) -> Any:
+    stretch_of_blocks = _stretch_core(_step_codes if quantised else _step_numbers)
 
     @policy.helper
     def attention_part(part, parts, q_in, q_stride, out, out_stride, k_cache, k_words, v_cache, v_words, head_start,

@@ -12,7 +12,7 @@ import pytest
 from comparing import same_bits
 from program import Ended, Outputs, launch, write_lines
 
-from mpillm import __version__
+from mpillm import __version__, kernels
 from mpillm.machine.launch import processor_name
 
 MODEL = Path(__file__).parents[1] / "reference" / "data" / "saved_tiny"     # 6 query and 2 KV heads of 16, 2 layers
@@ -130,7 +130,7 @@ def test_the_header_says_what_the_results_depend_on(one, two):
         assert config["tp"] == 2 and config["temperature"] == 1 and config["kv_memory"] == 2 * BLOCK + 100
         assert config["prompts"].endswith(".jsonl") and config["max_batch"] == 32 and config["kv_type"] == "bf16"
         assert layout == {"tp": 2, "dp": dp, "idle": idle, "kv_mode": "redundant", "rows": 2, "width": 1,
-                          "collectives": "shm", "wire": "f32"}
+                          "collectives": "shm", "wire": "f32", "instructions": kernels.tier()}
         assert model["weight_formats"] == ["f32"] and model["kv_type"] == "bf16"
         assert (model["architecture"], model["hidden"], model["n_heads"], model["vocab"]) == ("llama", 96, 6, 307)
         assert model["name"] == "saved_tiny" and model["path"] == str(MODEL)
