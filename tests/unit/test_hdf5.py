@@ -613,7 +613,8 @@ def test_kill_9_leaves_readable_parts(tmp_path, seconds):
     with h5py.File(tmp_path / "logits-00000-00000.h5") as file:
         count = len(file["keys"])
         assert count >= 3 and len(file["logits"]) >= count
-        np.testing.assert_array_equal(file["logits"][:count, 699], np.arange(count) % 1000)
+        # The flush that the kill interrupted may have left its own row's chunk torn (HDF5 orders nothing within one).
+        np.testing.assert_array_equal(file["logits"][:count - 1, 699], np.arange(count - 1) % 1000)
 
 
 def test_a_writer_that_is_never_closed_does_not_break_the_exit(tmp_path):
