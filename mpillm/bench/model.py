@@ -239,6 +239,7 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
     cache = _cache_for(loaded, test, amount)
     if cache is None:
         return None
+    run_test(loaded, test, min(first, amount), cache)       # records the plan of a step on this cache
     before = limits.measure()
     runs = [run_test(loaded, test, amount, cache) for _ in range(repetitions)]
     after = limits.measure()
