@@ -1,8 +1,8 @@
 """This program beside others on the same weights: prefill and decode tokens/s, interleaved, in one run.
 
     python benchmarks/make_model.py --out DIR --from MODEL         # or --shape 1.26B: random weights
-    python benchmarks/peers.py --folder DIR --llama-python /tmp/peers/bin/python \\
-        --transformers-python /tmp/torch/bin/python [--vllm-python ...] --out peers.md --json peers.json
+    python benchmarks/peers.py --folder DIR --llama-python llama-env/bin/python \\
+        --transformers-python torch-env/bin/python [--vllm-python ...] --out peers.md --json peers.json
 
 DIR holds hf/ and a GGUF file of each type (benchmarks/make_model.py). Every round runs every program once, each in a
 process of its own; the table has the medians of the rounds. An interpreter that is not given, or lacks its program,
