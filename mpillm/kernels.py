@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Spent:
                 cls.seconds[family] += time.perf_counter() - began
                 return result
 
-            return timed  # type: ignore[return-value]
+            return cast(F, timed)
 
         return decorate
 

@@ -5,9 +5,6 @@ Every loop works in registers and on one buffer, so that nothing but the memory 
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,6 +18,7 @@ from numba.extending import intrinsic
 from mpillm.jit import policy
 from mpillm.jit.gemm import reads
 from mpillm.jit.isa import vector as v
+from mpillm.jit.isa.select import amx_permission
 from mpillm.jit.isa.vector import I8, I16, I32, I64, V16F, V16I
 from mpillm.jit.parallel import in_parts
 
@@ -228,13 +226,8 @@ PEAKS: dict[tuple[str, str], tuple[Any, int, tuple[str, ...]]] = {
 
 @lru_cache(None)
 def tiles_permitted() -> bool:
-    """Whether Linux lets this process use AMX's tiles; asked once, before threads are started.
-
-    Source: Documentation/arch/x86/xstate.rst (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA).
-    """
-    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        return False
-    return ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0
+    """Whether Linux lets this process use AMX's tiles; asked once, before threads are started."""
+    return amx_permission() is None
 
 
 def available_peaks() -> list[tuple[str, str]]:
