@@ -20,6 +20,7 @@ import numpy as np
 from mpillm.errors import LaunchError, MpillmError, UsageError
 from mpillm.machine import affinity, launch, topology
 from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
+from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
 from mpillm.partition import Partition, Span, row_exchange
 
@@ -89,12 +90,18 @@ class World:
         receive_pieces(self._comm, data, source, self._chunk)
         return data
 
-    def barrier_quiet(self) -> None:
+    def barrier_quiet(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait for all ranks while sleeping: for long waits, which must not cost others their cores."""
         request, nap = self._comm.Ibarrier(), 1e-4
         while not request.Test():
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(nap)
             nap = min(1.5 * nap, 1e-2)
+
+    def mail(self) -> Mail:
+        """Messages that nobody waits for; all ranks call it together."""
+        return Mail(self._mpi, self._comm.Dup())
 
     def abort(self, code: int) -> None:
         """End all ranks at once with this exit code, without MPI's own words about it: say why before."""

@@ -18,6 +18,7 @@ from mpillm.errors import MpillmError, OutputError
 
 FAULT = 70                      # exit code of an unexpected exception
 INTERRUPTED = 130
+GUARDED = ("run", "perplexity", "bench")
 FRAMES = 6                      # of a traceback: the innermost ones
 
 
@@ -135,7 +136,17 @@ def as_module() -> int:
     from mpillm.cli import COMMANDS
 
     given = sys.argv[1:]
-    return main(given if given and given[0] in COMMANDS else ["run", *given])
+    return program(given if given and given[0] in COMMANDS else ["run", *given])
+
+
+def program(argv: list[str] | None = None) -> int:
+    """`mpillm`: a command of the command line, with a guard beside it where it computes on ranks."""
+    given = sys.argv[1:] if argv is None else argv
+    if not given or given[0] not in GUARDED or "-h" in given or "--help" in given:
+        return main(given)
+    from mpillm.machine.guard import guarded
+
+    return guarded(lambda: main(given))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import logging
 import os
 import platform
 import time
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,53 +19,34 @@ from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
-from mpillm.engine.blocks import BlockLedger
-from mpillm.engine.generate import BatchLoop, Ends, sequences_of
-from mpillm.engine.kvcache import allocate
-from mpillm.engine.output import ReplicaOutput, results_part
+from mpillm.engine.feed import Desk, Line
+from mpillm.engine.output import results_part
 from mpillm.engine.progress import RunProgress
-from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_defaults, read_requests
-from mpillm.engine.sampling import Sampler
-from mpillm.engine.scheduler import Limits as Budgets
-from mpillm.engine.scheduler import Scheduler, Sequence
-from mpillm.errors import MpillmError, OutputError
+from mpillm.engine.replica import Job, LineReader, Outcome, run_replica, serve_others, time_left
+from mpillm.errors import MpillmError
 from mpillm.formats import hdf5
-from mpillm.machine import affinity, launch, memory
+from mpillm.formats.prompts import PromptFile
+from mpillm.machine import affinity, guard, launch, memory, signals
+from mpillm.machine.mail import Mail
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
 from mpillm.partition import Layout, Span, balance, describe
 
-if TYPE_CHECKING:
-    from mpillm.engine.text import TextStream  # only roots need a tokenizer, and what it imports
-
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
+GRACE = 15.0           # seconds that a guard waits beyond --exchange-timeout: who exchanges can name the missing rank
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
 
 @dataclass
-class Batch:
-    """What rank 0 alone has: the prompts' lines, of which replicas get shares, their tokenizer, the outputs."""
+class Hold:
+    """What rank 0 alone has: the prompts' lines, their tokenizer, the outputs."""
 
     tokenizer: Any | None = None
     outputs: io.Outputs | None = None
-    requests: list[Request] = field(default_factory=list)
-    failed: list[FailedLine] = field(default_factory=list)
-
-
-@dataclass
-class Job:
-    """What rank 0 found out before anything is loaded; told to all."""
-
-    path: str
-    model: ModelConfig
-    parts: str
-    context: int
-    eos_ids: frozenset[int]
-    created: int                     # seconds since 1970
-    versions: dict[str, str]
+    prompts: PromptFile | None = None
 
 
 def run(argv: list[str] | None) -> int:
@@ -75,40 +55,45 @@ def run(argv: list[str] | None) -> int:
         if launch.is_first(os.environ):
             options.parser().print_help()
         return 0
+    guard.board().say("starting MPI")
     world = collectives.start()
+    guard.board().name(f"rank {world.rank} (host {world.host}, process {os.getpid()})")
     clock = time.perf_counter()
     settings = world.agree(lambda: options.parse(argv))
     log.setup(world.rank, world.host, settings.log_level)
-    batch = Batch()
-    job = world.agree(lambda: prepare(settings, batch))
+    hold = Hold()
+    guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
+    job = world.agree(lambda: prepare(settings, hold))
     try:
-        _work(world, settings, job, batch, clock)
+        _work(world, settings, job, hold, clock)
     finally:
-        if batch.outputs is not None:
-            batch.outputs.release()
+        if hold.outputs is not None:
+            hold.outputs.release()
     return 0
 
 
-def prepare(settings: RunConfig, batch: Batch) -> Job:
-    """On rank 0: outputs, model and prompts are usable; fills ``batch``. Raises MpillmError."""
+def prepare(settings: RunConfig, hold: Hold) -> Job:
+    """On rank 0: outputs, model and prompts are usable; fills ``hold``. Raises MpillmError."""
     io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
         ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
-    batch.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite)
+    hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite)
     try:
         io.check_template(settings.chat_template)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
-            batch.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
+            hold.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
         context = setup.context_of(settings, model)
-        read_prompts(settings, model, context, tokenizer, batch)
+        LineReader(settings, model, context, tokenizer)     # its defaults are checked
+        hold.prompts = PromptFile(settings.prompts, hold.outputs.parts)
+        hold.prompts.index()
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, batch.outputs.parts, context, eos_ids, int(time.time()), versions())
+        return Job(path, model, hold.outputs.parts, context, eos_ids, int(time.time()), versions(), 0)
     except MpillmError:
-        batch.outputs.release()
+        hold.outputs.release()
         raise
 
 
@@ -126,23 +111,7 @@ def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | Non
     return tokenizer_from_folder(checkpoint.path, settings.chat_template)
 
 
-def read_prompts(settings: RunConfig, model: ModelConfig, context: int, tokenizer: Any | None, batch: Batch) -> None:
-    """All lines of the prompts file, checked, into ``batch``. Raises InputError, UsageError."""
-    limits = Limits(vocab=model.vocab, max_positions=context, bos_id=model.bos_id, model=model.name,
-                    parse_special=settings.parse_special)
-    defaults = check_defaults(Sampling(
-        max_tokens=settings.max_tokens, temperature=settings.temperature, top_p=settings.top_p,
-        top_k=settings.top_k, min_p=settings.min_p, stop=settings.stop, stop_token_ids=settings.stop_token_ids,
-        ignore_eos=settings.ignore_eos, n=settings.n, logprobs=settings.logprobs), limits, tokenizer is not None)
-    for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
-        if isinstance(line, Request):
-            # An array takes 4 bytes a token, a tuple of integers some 36
-            batch.requests.append(dataclasses.replace(line, prompts=tuple(array("i", p) for p in line.prompts)))
-        else:
-            batch.failed.append(line)
-
-
-def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, clock: float) -> None:
+def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, clock: float) -> None:
     """Everything after the checks, on every rank."""
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
@@ -154,23 +123,50 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
                           timeout=settings.exchange_timeout)
     if world.rank == 0:
-        announce(world, settings, job, batch, split, placement)
+        announce(world, settings, job, hold, split, placement)
+    guard.board().say("compiling or loading kernels")
     compile_kernels(world, settings, job.model, weights)
 
     model = load(world, settings, job, split, replica, weights)
-    world.agree(lambda: batch.outputs.begin() if batch.outputs is not None else None)
-    requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else ())
+    world.agree(lambda: hold.outputs.begin() if hold.outputs is not None else None)
+    mail = world.mail()
+    desk = open_desk(settings, hold, mail, split.layout, clock)
     outcome = None
     if replica is not None and model is not None:
-        outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,
-                              batch)
-    finish(world, settings, job, batch, split, placement, outcome, clock)
+        tokenizer = hold.tokenizer
+        if replica.is_root and world.rank:
+            tokenizer = open_tokenizer(job.path, checkpoint, settings)
+        guard.board().limit(settings.exchange_timeout + GRACE, settings.exchange_timeout)
+        outcome = run_replica(world, settings, job, split, replica, model, tokenizer, placement.threads, clock, mail,
+                              desk)
+        guard.board().limit(0, 0)
+    guard.board().say("waiting for the other replicas")
+    if desk is not None:
+        serve_others(desk)
+    world.barrier_quiet(Messenger(mail))
+    finish(world, settings, job, hold, split, placement, outcome, desk.stop if desk is not None else 0, clock)
 
 
-def shares(batch: Batch, layout: Layout, ranks: int) -> list[list[Request]]:
-    """The requests of each rank's replica: every dp-th line."""
-    replicas = [batch.requests[index::layout.dp] for index in range(layout.dp)]
-    return [replicas[rank // layout.tp] if rank < layout.tp * layout.dp else [] for rank in range(ranks)]
+def open_desk(settings: RunConfig, hold: Hold, mail: Mail, layout: Layout, clock: float) -> Desk | None:
+    """On rank 0: what hands out the lines."""
+    if hold.prompts is None:
+        return None
+    progress = RunProgress(hold.prompts.count, settings.progress_every)
+    lines = (Line(*line) for line in hold.prompts.lines())
+    return Desk(lines, mail, [index * layout.tp for index in range(layout.dp)], settings.max_tokens, progress.add,
+                time_left(settings, clock))
+
+
+class Messenger:
+    """Tells rank 0 of a signal that a rank hears while it waits for the end."""
+
+    def __init__(self, mail: Mail) -> None:
+        self._mail, self._told = mail, mail.rank == 0
+
+    def __call__(self) -> None:
+        if not self._told and signals.heard():
+            self._mail.send(0, ("stop", signals.heard()))
+            self._told = True
 
 
 def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelConfig, weights: Weights) -> None:
@@ -203,110 +199,19 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
     return model
 
 
-@dataclass
-class Outcome:
-    """What a rank of a replica has to report when its requests are done."""
-
-    replica: int
-    tp_rank: int
-    steps: np.ndarray
-    failures: list[FailedLine]
-    weight_bytes: int
-    parts: list[str]
-
-
-def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, model: setup.LoadedModel, requests: list[Request], checkpoint: Any,
-                placement: affinity.Placement, clock: float, batch: Batch) -> Outcome:
-    """Run the replica's share of the requests, leave the results in part files."""
-    share = split.partition.shares[replica.rank]
-    widest = max(other.vocab.size for other in split.partition.shares)
-    ends = Ends(job.eos_ids, job.context)
-    sequences = sequences_of(requests, ends, settings.seed)
-    n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
-    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
-    LOG.info("cache: %d blocks of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
-             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
-    scheduler = Scheduler(sequences, BlockLedger(n_blocks),
-                          Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
-    del sequences                    # the scheduler lets go of those that are finished
-    tokenizer = batch.tokenizer
-    if replica.is_root and world.rank:
-        tokenizer = open_tokenizer(job.path, checkpoint, settings)
-
-    def text_stream(sequence: Sequence) -> TextStream | None:
-        if tokenizer is None:
-            return None
-        from mpillm.engine.text import TextStream
-
-        s = sequence.request.sampling
-        return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
-                          s.include_stop_str_in_output)
-
-    with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
-        for line in batch.failed:
-            output.reject(line)
-        sampler = Sampler(replica, share.vocab.start, widest)
-        loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
-                         text_stream=text_stream, replica=replica.index, clock_start=clock)
-        try:
-            steps = loop.run()
-        except OutputError as error:
-            raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
-    if world.rank == 0 and replica.dp > 1:
-        LOG.info("replica 0 is done; waiting for the other %d", replica.dp - 1)
-    return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
-
-
-def open_output(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, tokenizer: Any | None, placement: affinity.Placement,
-                n_requests: int) -> ReplicaOutput:
-    """The part files of this rank, and on rank 0 the progress."""
-    vocab = split.partition.shares[replica.rank].vocab
-    logits = progress = None
-    if settings.logits != "none":
-        path = hdf5.logits_part_path(job.parts, replica.index, replica.rank)
-        logits = hdf5.LogitsPart(path, vocab.start, vocab.stop, settings.logits_type, threads=placement.threads)
-    if world.rank == 0:
-        of = f" (replica 0 of {replica.dp})" if replica.dp > 1 else ""
-        progress = RunProgress(n_requests, settings.progress_every, of)
-    return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
-                         run_seed=settings.seed, created=job.created, progress=progress)
-
-
-def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                 replica: collectives.Replica, sequences: list[Sequence]) -> int:
-    """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
-    share = split.partition.shares[replica.rank]
-    free = memory.available_nbytes() // world.node_size - setup.activation_bytes(settings, job.model, share)
-    offer = setup.affordable_blocks(
-        settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
-    if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:
-        LOG.warning("--kv-memory %s is more than the %s that are free on a rank: that much is taken",
-                    format_size(settings.kv_memory), format_size(max(free, 0)))
-    offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
-    agreed = np.zeros(1, np.int64)
-    if offers is not None:
-        agreed[0] = setup.agree_on_blocks(settings, setup.wanted_blocks(sequences, settings.max_batch),
-                                          [None if o[0] < 0 else int(o[0]) for o in offers])
-    replica.bcast(agreed)
-    return int(agreed[0])
-
-
-def finish(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
-           placement: affinity.Placement, outcome: Outcome | None, clock: float) -> None:
+def finish(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
+           placement: affinity.Placement, outcome: Outcome | None, stop: int, clock: float) -> None:
     """Rank 0 folds the parts into the two outputs and prints the summary."""
     outcomes = world.gather(outcome)
     if outcomes is None:
         world.agree(lambda: None)
         return
-    world.agree(lambda: _fold(world, settings, job, batch, split, placement, outcomes, clock))
+    world.agree(lambda: _fold(world, settings, job, hold, split, placement, outcomes, clock))
 
 
-def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
+def _fold(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
           placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
     done = [outcome for outcome in outcomes if outcome is not None]
-    failures = batch.failed + [failed for outcome in done for failed in outcome.failures]
     waits = waiting(done)
     steps = hdf5.step_table(
         (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
@@ -316,14 +221,19 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
                                                     strict=True)))
     ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
                             for rank, outcome in enumerate(outcomes))
-    assert batch.outputs is not None, "rank 0 holds the outputs"
-    batch.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
+    assert hold.outputs is not None and hold.prompts is not None, "rank 0 holds the outputs"
+    if stop and n_done < hold.prompts.count:
+        why = "--time-limit" if stop == TIME_LIMIT else signals.name(stop)
+        raise Stopped(f"stopped by {why} with {n_done} of {hold.prompts.count} lines done: the same command with --resume "
+                      "does the others")
+    hold.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
     summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
-                        [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
+                        [],
                         settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
-    batch.outputs.commit_results()
-    if failures:
-        LOG.warning("%d line(s) failed, the first: %s", len(failures), min(failures, key=lambda f: f.index).message)
+    hold.outputs.commit_results()
+    failed = [outcome for outcome in done if outcome.n_failed]
+    if failed:
+        LOG.warning("%d line(s) failed, one of them: %s", sum(o.n_failed for o in failed), failed[0].first_failure)
     report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
                                                        for rank, outcome in enumerate(outcomes) if outcome is not None],
                      time.perf_counter() - clock)
@@ -350,7 +260,7 @@ def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: 
     return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
 
 
-def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
+def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
              placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
     layout, model = split.layout, job.model
@@ -360,8 +270,6 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
              model.head_dim, model.intermediate, model.vocab)
     LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
              f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
-    if layout.dp > max(len(batch.requests), 1):
-        LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(batch.requests), layout.dp)
     rows = describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
@@ -375,7 +283,8 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
         LOG.warning("%s", line)
-    LOG.info("prompts: %d lines to run, %d with errors", len(batch.requests), len(batch.failed))
+    assert hold.prompts is not None, "rank 0 has the prompts"
+    LOG.info("prompts: %d lines", hold.prompts.count)
 
 
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:

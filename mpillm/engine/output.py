@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.engine.progress import RunProgress
+from mpillm.engine.feed import Tally
 from mpillm.engine.request import FailedLine, Request, Result, sequence_seed
 from mpillm.engine.results import error_line, result_line
 from mpillm.errors import OutputError
@@ -20,15 +20,19 @@ class ReplicaOutput:
     """A ``generate.Sink``: the root writes requests, every rank the logits of its vocabulary rows."""
 
     def __init__(self, parts_dir: str, replica: int, *, is_root: bool, logits: LogitsPart | None,
-                 tokenizer: Any | None, run_seed: int, created: int, progress: RunProgress | None) -> None:
+                 tokenizer: Any | None, run_seed: int, created: int) -> None:
         self.logits_part, self.tokenizer = logits, tokenizer
-        self.replica, self.run_seed, self.created, self.progress_shown = replica, run_seed, created, progress
-        self.finished = self.generated = self.prefilled = 0
+        self.replica, self.run_seed, self.created = replica, run_seed, created
         self._root = _RootParts(parts_dir, replica) if is_root else None
         self._parts = [part for part in (*(self._root.parts if self._root else ()), logits) if part is not None]
         self.hdf5_parts = [part.path for part in self._parts
                            if not isinstance(part, ResultsPart) and part.path is not None]
-        self.failures: list[FailedLine] = []
+        self.n_failed, self.first_failure = 0, ""
+        self.tally = Tally()
+        self.steps: list[tuple[int, int, float, float, float, float]] = []
+
+    def step(self, record: tuple[int, int, float, float, float, float]) -> None:
+        self.steps.append(record)
 
     def result(self, result: Result) -> None:
         assert self._root is not None, "only the root of a replica hands out results"
@@ -53,12 +57,13 @@ class ReplicaOutput:
     def failed(self, request: Request, message: str, code: str, status: int) -> None:
         failed = FailedLine(request.line, request.index, request.custom_id, f"line {request.line}: {message}",
                             None, code, status)
-        self.failures.append(failed)
         self.reject(failed)
 
     def reject(self, failed: FailedLine) -> None:
         """An error line in the results."""
         assert self._root is not None, "only the root of a replica hands out results"
+        self.n_failed += 1
+        self.first_failure = self.first_failure or failed.message
         self._root.results.add(failed.index, error_line(failed))
 
     def logits(self, keys: np.ndarray, logits: np.ndarray) -> None:
@@ -66,12 +71,9 @@ class ReplicaOutput:
             self.logits_part.append(keys, logits)
 
     def progress(self, prefilled: int, generated: int, finished: int) -> None:
-        self.prefilled += prefilled
-        self.generated += generated
-        self.finished += finished
-        if self.progress_shown is not None:
-            self.progress_shown.add(prefilled, generated, finished)
-
+        self.tally.prefilled += prefilled
+        self.tally.generated += generated
+        self.tally.finished += finished
         for part in self._parts:
             part.flush_if_due()
 
@@ -80,8 +82,6 @@ class ReplicaOutput:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close the parts; what was finished before an exception is kept."""
-        if self.progress_shown is not None:
-            self.progress_shown.close()
         for part in self._parts:
             if kind is None:
                 part.close()

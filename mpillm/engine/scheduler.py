@@ -7,7 +7,6 @@ A sequence reserves its whole length in the cache when it is admitted, so that a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,14 +69,25 @@ class Limits:
 class Scheduler:
     """Admits waiting sequences in order, plans steps, frees the cache of finished sequences."""
 
-    def __init__(self, waiting: Iterable[Sequence], ledger: BlockLedger, limits: Limits) -> None:
-        self.waiting = deque(waiting)
+    def __init__(self, ledger: BlockLedger, limits: Limits, *, context_blocks: int) -> None:
+        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.ledger, self.limits = ledger, limits
-        slots = max(1, min(limits.max_batch, len(self.waiting)))
+        slots = limits.max_batch
         self._slots = list(range(slots - 1, -1, -1))
-        widest = max((self._need(s) for s in self.waiting), default=0)
-        self.block_table = np.zeros((slots, max(1, min(widest, ledger.n_blocks))), np.int32)
+        self.block_table = np.zeros((slots, context_blocks), np.int32)
+
+    @property
+    def n_waiting(self):
+        return len(self.waiting)
+
+    def add(self, sequences):
+        refused = {}
+        for s in sequences:
+            if self._need(s) > self.ledger.n_blocks:
+                refused.setdefault(s.request.index, (s, self._need(s)))
+        self.waiting.extend(s for s in sequences if s.request.index not in refused)
+        return list(refused.values())
 
     def _need(self, sequence: Sequence) -> int:
         # The last generated token is never fed back, so its position needs no place.
