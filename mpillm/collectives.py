@@ -7,6 +7,7 @@ through shared memory (machine/segment.py, jit/exchange.py), across nodes throug
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import os
@@ -45,6 +46,7 @@ class World:
         self.node_rank, self.node_size = self._node_comm.Get_rank(), self._node_comm.Get_size()
         self.node = self._node_comm.bcast(self.rank)      # a node is named by its lowest rank
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
+        drop_library_segments()        # all have them open; whoever is killed later leaves nothing behind
         self.cores = len(set().union(*masks))
         self._threads, self.crowded = 1, self.node_size > self.cores
         self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
@@ -237,6 +239,7 @@ def start() -> World:
         raise launch.missing(os.environ, error) from error
     launch.check_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     _world = World(MPI, MPI.COMM_WORLD.Dup())
+    atexit.register(drop_library_segments)      # MPICH makes more of them later, and finds its own gone
     return _world
 
 

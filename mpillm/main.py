@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from mpillm.errors import MpillmError, OutputError
+from mpillm.errors import MpillmError, OutputError, Stopped
 
 FAULT = 70                      # exit code of an unexpected exception
 INTERRUPTED = 130
@@ -71,6 +71,8 @@ def exit_code(error: BaseException) -> int:
 
 def message(error: BaseException, who: str) -> str:
     """The text for standard error; empty when the error has been explained already."""
+    if isinstance(error, Stopped):
+        return f"mpillm: {who}" + " ".join(str(error).split())
     if isinstance(error, MpillmError):
         return f"mpillm: {who}error: " + " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):

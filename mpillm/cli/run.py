@@ -19,11 +19,11 @@ from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
-from mpillm.engine.feed import Desk, Line
+from mpillm.engine.feed import TIME_LIMIT, Desk, Line
 from mpillm.engine.output import results_part
 from mpillm.engine.progress import RunProgress
 from mpillm.engine.replica import Job, LineReader, Outcome, run_replica, serve_others, time_left
-from mpillm.errors import MpillmError
+from mpillm.errors import MpillmError, Stopped
 from mpillm.formats import hdf5
 from mpillm.formats.prompts import PromptFile
 from mpillm.machine import affinity, guard, launch, memory, signals
@@ -144,7 +144,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
     if desk is not None:
         serve_others(desk)
     world.barrier_quiet(Messenger(mail))
-    finish(world, settings, job, hold, split, placement, outcome, desk.stop if desk is not None else 0, clock)
+    finish(world, settings, job, hold, split, placement, outcome, desk, clock)
 
 
 def open_desk(settings: RunConfig, hold: Hold, mail: Mail, layout: Layout, clock: float) -> Desk | None:
@@ -200,17 +200,18 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
 
 
 def finish(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
-           placement: affinity.Placement, outcome: Outcome | None, stop: int, clock: float) -> None:
+           placement: affinity.Placement, outcome: Outcome | None, desk: Desk | None, clock: float) -> None:
     """Rank 0 folds the parts into the two outputs and prints the summary."""
     outcomes = world.gather(outcome)
-    if outcomes is None:
+    if outcomes is None or desk is None:
         world.agree(lambda: None)
         return
-    world.agree(lambda: _fold(world, settings, job, hold, split, placement, outcomes, clock))
+    world.agree(lambda: _fold(world, settings, job, hold, split, placement, outcomes, desk, clock))
 
 
 def _fold(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
-          placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
+          placement: affinity.Placement, outcomes: list[Outcome | None], desk: Desk,
+          clock: float) -> None:
     done = [outcome for outcome in outcomes if outcome is not None]
     waits = waiting(done)
     steps = hdf5.step_table(
@@ -222,9 +223,9 @@ def _fold(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, s
     ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
                             for rank, outcome in enumerate(outcomes))
     assert hold.outputs is not None and hold.prompts is not None, "rank 0 holds the outputs"
-    if stop and n_done < hold.prompts.count:
-        why = "--time-limit" if stop == TIME_LIMIT else signals.name(stop)
-        raise Stopped(f"stopped by {why} with {n_done} of {hold.prompts.count} lines done: the same command with --resume "
+    if desk.stop and desk.n_finished < hold.prompts.count:
+        why = "--time-limit" if desk.stop == TIME_LIMIT else signals.name(desk.stop)
+        raise Stopped(f"stopped by {why} with {desk.n_finished} of {hold.prompts.count} lines done: the same command with --resume "
                       "does the others")
     hold.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
     summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,

@@ -153,6 +153,11 @@ class Desk:
         self._customers[root].gone = True
 
     @property
+    def n_finished(self) -> int:
+        """Lines that are done, as far as it has been told."""
+        return sum(customer.tally.finished for customer in self._customers.values())
+
+    @property
     def waits(self) -> bool:
         """Some replica still works."""
         return any(not customer.gone for customer in self._customers.values())
