@@ -23,14 +23,14 @@ from mpillm.engine import setup
 from mpillm.engine.blocks import BlockLedger
 from mpillm.engine.generate import BatchLoop, Ends, sequences_of
 from mpillm.engine.kvcache import allocate
-from mpillm.engine.output import ReplicaOutput, results_part
+from mpillm.engine.output import ReplicaOutput
 from mpillm.engine.progress import RunProgress
 from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_defaults, read_requests
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits as Budgets
 from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.errors import MpillmError, OutputError
-from mpillm.formats import hdf5
+from mpillm.formats.parts import RankPart
 from mpillm.machine import affinity, launch, memory
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from mpillm.engine.text import TextStream  # only roots need a tokenizer, and what it imports
 
 LOG = logging.getLogger("mpillm.run")
+FLUSH_EVERY = 5.0      # seconds until what is finished is on disk, at most
+ATTEMPT = 0            # a run that was interrupted begins anew
 COMPILERS = 8          # ranks of a node that compile kernels, at most
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
@@ -161,10 +163,13 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     world.agree(lambda: batch.outputs.begin() if batch.outputs is not None else None)
     requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else ())
     outcome = None
-    if replica is not None and model is not None:
+    if replica is None or model is None:
+        with rank_part(world, settings, job, split, None, placement, 0) as part:
+            outcome = Outcome([part.path])
+    else:
         outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,
                               batch)
-    finish(world, settings, job, batch, split, placement, outcome, clock)
+    finish(world, settings, job, batch, split, outcome, clock)
 
 
 def shares(batch: Batch, layout: Layout, ranks: int) -> list[list[Request]]:
@@ -205,13 +210,8 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
 
 @dataclass
 class Outcome:
-    """What a rank of a replica has to report when its requests are done."""
+    """What a rank has to report when its requests are done."""
 
-    replica: int
-    tp_rank: int
-    steps: np.ndarray
-    failures: list[FailedLine]
-    weight_bytes: int
     parts: list[str]
 
 
@@ -243,34 +243,45 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
         return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
                           s.include_stop_str_in_output)
 
-    with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
+    own = rank_part(world, settings, job, split, replica, placement, model.nbytes)
+    with open_output(world, settings, job, split, replica, own, tokenizer, len(requests)) as output:
         for line in batch.failed:
             output.reject(line)
         sampler = Sampler(replica, share.vocab.start, widest)
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
                          text_stream=text_stream, replica=replica.index, clock_start=clock)
         try:
-            steps = loop.run()
+            output.steps(loop.run())
         except OutputError as error:
             raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
     if world.rank == 0 and replica.dp > 1:
         LOG.info("replica 0 is done; waiting for the other %d", replica.dp - 1)
-    return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
+    return Outcome(output.paths)
+
+
+def rank_part(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+              replica: collectives.Replica | None, placement: affinity.Placement, weight_bytes: int) -> RankPart:
+    """The part of this rank, which says what it is."""
+    logits, index, tp_rank = None, -1, -1
+    if replica is not None:
+        index, tp_rank = replica.index, replica.rank
+        if settings.logits != "none":
+            vocab = split.partition.shares[tp_rank].vocab
+            logits = vocab.start, vocab.stop, settings.logits_type
+    part = RankPart(job.parts, ATTEMPT, world.rank, index, tp_rank, FLUSH_EVERY, logits=logits)
+    part.describe(_rank_row(world.rank, index, tp_rank, weight_bytes, split, placement, job, settings))
+    return part
 
 
 def open_output(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, tokenizer: Any | None, placement: affinity.Placement,
-                n_requests: int) -> ReplicaOutput:
-    """The part files of this rank, and on rank 0 the progress."""
-    vocab = split.partition.shares[replica.rank].vocab
-    logits = progress = None
-    if settings.logits != "none":
-        path = hdf5.logits_part_path(job.parts, replica.index, replica.rank)
-        logits = hdf5.LogitsPart(path, vocab.start, vocab.stop, settings.logits_type, threads=placement.threads)
+                replica: collectives.Replica, own: RankPart, tokenizer: Any | None, n_requests: int) -> ReplicaOutput:
+    """The parts of this rank, and on rank 0 the progress."""
+    progress = None
     if world.rank == 0:
         of = f" (replica 0 of {replica.dp})" if replica.dp > 1 else ""
         progress = RunProgress(n_requests, settings.progress_every, of)
-    return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
+    return ReplicaOutput(job.parts, ATTEMPT, replica.index, split.layout.tp, own, is_root=replica.is_root,
+                         flush_every=FLUSH_EVERY, keeps_logits=settings.logits != "none", tokenizer=tokenizer,
                          run_seed=settings.seed, created=job.created, progress=progress)
 
 
@@ -294,56 +305,22 @@ def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split:
 
 
 def finish(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
-           placement: affinity.Placement, outcome: Outcome | None, clock: float) -> None:
+           outcome: Outcome, clock: float) -> None:
     """Rank 0 folds the parts into the two outputs and prints the summary."""
     outcomes = world.gather(outcome)
-    if outcomes is None:
-        world.agree(lambda: None)
-        return
-    world.agree(lambda: _fold(world, settings, job, batch, split, placement, outcomes, clock))
+    world.agree(lambda: _fold(world, settings, job, batch, split, outcomes or [], clock))
 
 
 def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
-          placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
-    done = [outcome for outcome in outcomes if outcome is not None]
-    failures = batch.failed + [failed for outcome in done for failed in outcome.failures]
-    waits = waiting(done)
-    steps = hdf5.step_table(
-        (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
-         record["total_s"] - record["communication_s"], record["communication_s"] - wait, wait)
-        for rank, outcome in enumerate(outcomes) if outcome is not None
-        for number, (record, wait) in enumerate(zip(outcome.steps, waits[outcome.replica, outcome.tp_rank],
-                                                    strict=True)))
-    ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
-                            for rank, outcome in enumerate(outcomes))
+          outcomes: list[Outcome], clock: float) -> None:
     assert batch.outputs is not None, "rank 0 holds the outputs"
-    batch.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
-    summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
-                        [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
-                        settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
-    batch.outputs.commit_results()
-    if failures:
-        LOG.warning("%d line(s) failed, the first: %s", len(failures), min(failures, key=lambda f: f.index).message)
-    report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
-                                                       for rank, outcome in enumerate(outcomes) if outcome is not None],
-                     time.perf_counter() - clock)
-
-
-def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
-    """Of each rank's communication in each step, the part that was waiting for slower ranks.
-
-    Over shared memory it is measured. Over MPI it is inferred: the rank that comes last to a step's exchanges
-    waits least, so what another spends beyond the least time of its replica in the step is waiting.
-    """
-    found = {}
-    for replica in {outcome.replica for outcome in outcomes}:
-        members = [outcome for outcome in outcomes if outcome.replica == replica]
-        least = np.min([member.steps["communication_s"] for member in members], axis=0)
-        for member in members:
-            inferred = member.steps["communication_s"] - least
-            measured = np.minimum(member.steps["waited_s"], member.steps["communication_s"])
-            found[replica, member.tp_rank] = measured if measured.any() else inferred
-    return found
+    summary = batch.outputs.finish(_header(world, settings, job, split),
+                                   expected=[path for outcome in outcomes for path in outcome.parts])
+    if summary["failed"]:
+        LOG.warning("%d line(s) failed, the first: %s", summary["failed"], summary["first_error"])
+    if summary["warning"]:
+        LOG.warning("%s", summary["warning"])
+    report.summarize(summary, settings, time.perf_counter() - clock)
 
 
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
@@ -390,19 +367,19 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
             "versions": json.dumps({**job.versions, "mpi": world.library})}
 
 
-def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: affinity.Placement, job: Job,
-              settings: RunConfig) -> dict[str, Any]:
-    """One row of /ranks."""
+def _rank_row(rank: int, replica: int, tp_rank: int, weight_bytes: int, split: setup.Split,
+              placement: affinity.Placement, job: Job, settings: RunConfig) -> dict[str, Any]:
+    """One row of /ranks; ``replica`` -1 for an idle rank."""
     place = placement.table[rank]
     row = {"rank": rank, "host": place["host"], "cores": str(place["cores"]), "numa": str(place["NUMA domain"]),
-           "threads": place["threads"], "replica": -1, "tp_rank": -1, "weight_bytes": 0, "kv_bytes_per_token": 0}
+           "threads": place["threads"], "replica": replica, "tp_rank": tp_rank, "weight_bytes": weight_bytes,
+           "kv_bytes_per_token": 0}
     nothing = Span(0, 0)
     spans = {"head": nothing, "kv_head": nothing, "column": nothing, "vocab": nothing}
-    if outcome is not None:
-        share = split.partition.shares[outcome.tp_rank]
+    if replica >= 0:
+        share = split.partition.shares[tp_rank]
         spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
-        row.update(replica=outcome.replica, tp_rank=outcome.tp_rank, weight_bytes=outcome.weight_bytes,
-                   kv_bytes_per_token=round(_cache_token_bytes(settings, job, split, outcome.tp_rank)))
+        row["kv_bytes_per_token"] = round(_cache_token_bytes(settings, job, split, tp_rank))
     for name, span in spans.items():
         row[f"{name}_start"], row[f"{name}_stop"] = span.start, span.stop
     return row

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 from mpillm.errors import OutputError
 from mpillm.formats.hdf5_file import WritableFile, reason
 from mpillm.formats.hdf5_fold import (
-    OpenFiles,
     plan_logits,
     write_logits,
     write_ranks,
@@ -30,11 +29,12 @@ from mpillm.formats.hdf5_fold import (
     write_steps,
 )
 from mpillm.formats.hdf5_schema import FORMAT, RANKS, SCHEMA_VERSION, STEPS, clean_text
-from mpillm.formats.journal import sync_folder
+from mpillm.formats.journal import OpenFiles, sync_folder
 from mpillm.formats.part_scan import Parts, choose, is_journal, is_part, list_names, read_parts
 
-__all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "build", "check_output", "clear_parts", "discard_parts", "fold",
-           "has_journals", "move_into_place"]
+__all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "build", "check_free", "check_output", "clear_parts",
+           "discard_parts", "fold", "has_journals", "is_empty_folder", "is_output",
+           "mark_committed", "move_into_place"]
 
 _Path = str | os.PathLike[str]
 LOCK = "lock"            # file in the folder of parts that the run holds
@@ -66,7 +66,7 @@ def check_output(path: _Path, overwrite: bool, keep: bool = False, resume: bool 
             raise OutputError(f"{unfinished} is left from an earlier run: move it away, or use --overwrite")
         if os.path.isdir(unfinished):
             raise OutputError(f"{unfinished} is a folder and in the way: move it away")
-    if os.path.lexists(parts) and not _is_empty_folder(parts) and not resume:
+    if os.path.lexists(parts) and not is_empty_folder(parts) and not resume:
         if not overwrite:
             raise OutputError(f"{parts} has parts of an earlier run that did not finish, or of one that "
                               "still runs: use --resume to go on with it, or --overwrite to delete it")
@@ -107,7 +107,8 @@ def _check_existing(path: _Path, target: str, overwrite: bool) -> None:
                           "replace it: choose another --output")
 
 
-def _is_empty_folder(path: str) -> bool:
+def is_empty_folder(path: str) -> bool:
+    """Whether ``path`` is a folder in which at most the lock lies. OutputError."""
     try:
         return os.path.isdir(path) and not set(os.listdir(path)) - {LOCK}
     except OSError as error:
@@ -146,17 +147,18 @@ def has_journals(parts_dir: _Path) -> bool:
 
 def fold(output_path: _Path, parts_dir: _Path, header: Mapping[str, Any], overwrite: bool, *,
          compress: bool = True, threads: int | None = None, slab_bytes: int = 32 << 20,
-         discard: bool = True) -> dict[str, Any]:
+         discard: bool = True, expected: Iterable[str] = ()) -> dict[str, Any]:
     """Makes the output from closed parts, named ``.tmp`` until it is complete, then removes the parts.
 
-    The parameters and what is raised: ``build``, ``move_into_place``. A fold that was interrupted can be repeated.
+    The parameters and what is raised: ``part_scan.read_parts``, ``build``, ``move_into_place``. A fold that was
+    interrupted can be repeated.
 
     Returns
     -------
     dict
         what ``build`` returns, and path, bytes, warning (None, or why the parts could not be removed)
     """
-    parts = read_parts(os.fspath(parts_dir))
+    parts = read_parts(os.fspath(parts_dir), expected=expected)
     summary = build(output_path, parts, choose(parts), header, compress=compress, threads=threads,
                     slab_bytes=slab_bytes)
     target = move_into_place(output_path, overwrite)
@@ -240,6 +242,30 @@ def _write_header(out: WritableFile, header: Mapping[str, Any]) -> None:
                 value = json.dumps(value, ensure_ascii=False, default=str)
             # As a variable-length string an attribute may be longer than the 64 KiB of an object header.
             file.attrs[name] = clean_text(value).decode() if isinstance(value, str) else value
+
+
+def is_output(path: _Path) -> bool:
+    """Whether ``path`` is a complete HDF5 file; an empty one may hold a name only."""
+    return os.path.isfile(path) and bool(h5py.is_hdf5(path))
+
+
+def check_free(output_path: _Path, overwrite: bool) -> None:
+    """No output has appeared that must not be replaced. OutputError."""
+    target = _target(output_path)
+    if not overwrite and os.path.lexists(target):
+        raise OutputError(f"{target} appeared during the run: move it away, then go on with --resume")
+
+
+def mark_committed(parts_dir: _Path) -> None:
+    """From now on both outputs are complete on the disk, and only their names may be missing. OutputError."""
+    path = os.path.join(parts_dir, COMMITTED)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.fsync(file)
+        os.close(file)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}") from error
+    sync_folder(os.fspath(parts_dir))
 
 
 def move_into_place(output_path: _Path, overwrite: bool) -> str:

@@ -7,7 +7,6 @@ a time. Held for the whole fold: what ``part_scan`` holds, 16 bytes per sequence
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from mpillm.errors import OutputError
 from mpillm.formats import part_records as records
 from mpillm.formats.hdf5_file import RowWriter, WritableFile, extend
 from mpillm.formats.hdf5_schema import LOGITS_ROWS, RANKS, REQUESTS, SEQUENCES, STEPS, clean_text, describe
+from mpillm.formats.journal import OpenFiles
 from mpillm.formats.part_scan import LogitsSet, Parts, RankFile
 
 _SLAB_BYTES = 4 << 20    # records of requests copied at a time
@@ -26,44 +26,6 @@ _SLAB_BYTES = 4 << 20    # records of requests copied at a time
 TIMES = np.dtype([(name, "<i4") for name in ("attempt", "rank", "replica", "tp_rank")] + [("steps", "<i8")]
                  + [(name, "<f8") for name in ("total_s", "communication_s", "wait_s", "prefill_s", "decode_s")]
                  + [(name, "<i8") for name in ("prefill_tokens", "decode_tokens")])
-
-
-class OpenFiles:
-    """Files open for reading, the least recently used closed when there are more than ``limit``.
-
-    A job may have more parts than a process may have open files.
-    """
-
-    def __init__(self, limit: int = 128) -> None:
-        self._limit = limit
-        self._files: OrderedDict[str, int] = OrderedDict()
-
-    def read(self, path: str, at: int, out: np.ndarray) -> None:
-        """Fills ``out`` (contiguous) from offset ``at``. OutputError."""
-        view = out.reshape(-1).view(np.uint8).data
-        try:
-            file = self._open(path)
-            done = 0
-            while done < len(view):
-                count = os.preadv(file, [view[done:]], at + done)
-                if not count:
-                    raise OutputError(f"the part {path} became shorter while it was read")
-                done += count
-        except OSError as error:
-            raise OutputError(f"cannot read {path}: {error.strerror}") from error
-
-    def _open(self, path: str) -> int:
-        file = self._files.pop(path, -1)
-        if file < 0:
-            if len(self._files) >= self._limit:
-                os.close(self._files.popitem(last=False)[1])
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._files[path] = file
-        return file
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
 
 
 def write_requests(out: WritableFile, files: OpenFiles, paths: list[str], chosen: np.ndarray,

@@ -19,10 +19,13 @@ import struct
 import threading
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpillm.errors import OutputError
 
@@ -72,7 +75,7 @@ class Journal:
         self.is_open = True
 
     def append(self, kind: int, number: int, *pieces: Any) -> None:
-        """One record, its payload in pieces: bytes or contiguous arrays. OutputError when the disk was full too long."""
+        """One record, its payload in pieces, bytes or contiguous arrays. OutputError when the disk is full."""
         assert self.is_open, f"{self.path} is written after its close"
         payload = b"".join(pieces)
         head = HEADER.pack(MAGIC, kind, 0, number, len(payload), zlib.crc32(payload))
@@ -262,6 +265,44 @@ class Reader:
             self._block, self._base = memoryview(_pread(file, max(length, CHUNK), at)), at
             start = 0
         return self._block[start:start + length]
+
+
+class OpenFiles:
+    """Files open for reading, the least recently used closed when there are more than ``limit``.
+
+    A job may have more parts than a process may have open files.
+    """
+
+    def __init__(self, limit: int = 128) -> None:
+        self._limit = limit
+        self._files: OrderedDict[str, int] = OrderedDict()
+
+    def read(self, path: str, at: int, out: np.ndarray) -> None:
+        """Fills ``out`` (contiguous) from offset ``at``. OutputError."""
+        view = out.reshape(-1).view(np.uint8).data
+        try:
+            file = self._open(path)
+            done = 0
+            while done < len(view):
+                count = os.preadv(file, [view[done:]], at + done)
+                if not count:
+                    raise OutputError(f"the part {path} became shorter while it was read")
+                done += count
+        except OSError as error:
+            raise OutputError(f"cannot read {path}: {error.strerror}") from error
+
+    def _open(self, path: str) -> int:
+        file = self._files.pop(path, -1)
+        if file < 0:
+            if len(self._files) >= self._limit:
+                os.close(self._files.popitem(last=False)[1])
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files[path] = file
+        return file
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 def _pread(file: int, length: int, at: int) -> bytes:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,9 +139,13 @@ def finished(folder: str) -> Finished:
     return Finished(done.astype(np.int64), max(attempts, default=-1) + 1, parts.cut)
 
 
-def read_parts(folder: str, *, mend: bool = False, columns: np.dtype = PLACE) -> Parts:
-    """Reads all journals once. With ``mend`` they are repaired, else one that is not whole is an OutputError."""
-    names = [name for name in list_names(folder) if is_journal(name)]
+def read_parts(folder: str, *, mend: bool = False, columns: np.dtype = PLACE, expected: Iterable[str] = ()) -> Parts:
+    """Reads all journals once. With ``mend`` they are repaired, else one that is not whole is an OutputError.
+
+    ``expected``: paths of journals that must be there, since other hosts' new files may be unseen for a while in a
+    shared folder's listing.
+    """
+    names = sorted({*filter(is_journal, list_names(folder)), *map(os.path.basename, expected)})
     paths = [os.path.join(folder, name) for name in names if name.startswith("requests")]
     cut: list[str] = []
     places = [_read_requests(path, number, mend, cut, columns) for number, path in enumerate(paths)]

@@ -8,11 +8,12 @@ import numpy as np
 
 from mpillm.errors import OutputError
 from mpillm.formats.hold import Hold
-from mpillm.formats.journal import sync_folder
+from mpillm.formats.journal import OpenFiles, sync_folder
 from mpillm.formats.part_scan import Parts
 
 ORDERS = ("input", "finished")
-_BATCH = 1 << 20        # bytes that are written at a time
+_BUFFER = 1 << 20       # bytes that are written at a time
+_BATCH = 1 << 16        # requests whose places are Python numbers at a time
 
 
 class Target:
@@ -31,13 +32,14 @@ class Target:
         if not os.path.isdir(folder):
             raise OutputError(f"results {path}: the folder {folder} does not exist: make it, or choose "
                               "another --results")
-        self._check_existing()
+        self.check_free()
         self._hold = Hold(self._final + ".tmp", f"the results {path}")
         if self._hold.nbytes and not (overwrite or resume):
             self._hold.release(keep=True)
             raise OutputError(f"{self._final}.tmp is left from an earlier run: move it away, or use --overwrite")
 
-    def _check_existing(self) -> None:
+    def check_free(self) -> None:
+        """There is no file that must not be replaced. Raises OutputError."""
         if os.path.lexists(self._final) and not os.path.isfile(self._final):
             raise OutputError(f"results {self.path} is not a regular file: choose another --results")
         if os.path.exists(self._final) and not self._overwrite:
@@ -51,29 +53,25 @@ class Target:
         assert order in ORDERS, f"results in the order {order}"
         if order == "finished":
             chosen = chosen[np.argsort(chosen["ended"], kind="stable")]
-        starts = chosen["at"] + chosen["length"] - chosen["result_bytes"]
-        files: dict[int, int] = {}
+        files = OpenFiles()
         try:
-            try:
-                os.ftruncate(self._hold.descriptor, 0)
-                with open(self._hold.descriptor, "wb", _BATCH, closefd=False) as target:
-                    for number, at, size in zip(chosen["file"].tolist(), starts.tolist(),
-                                                chosen["result_bytes"].tolist(), strict=True):
-                        if number not in files:
-                            files[number] = os.open(parts.requests[number], os.O_RDONLY | os.O_CLOEXEC)
-                        target.write(os.pread(files[number], size, at))
-                    target.flush()
-                    os.fsync(target.fileno())
-            finally:
-                for file in files.values():
-                    os.close(file)
+            os.ftruncate(self._hold.descriptor, 0)
+            with open(self._hold.descriptor, "wb", _BUFFER, closefd=False) as target:
+                for begin in range(0, len(chosen), _BATCH):
+                    some = chosen[begin:begin + _BATCH]
+                    starts = some["at"] + some["length"] - some["result_bytes"]
+                    for number, at, size in zip(some["file"].tolist(), starts.tolist(),
+                                                some["result_bytes"].tolist(), strict=True):
+                        record = np.empty(size, np.uint8)
+                        files.read(parts.requests[number], at, record)
+                        target.write(record.data)
+                target.flush()
+                os.fsync(target.fileno())
         except OSError as error:
             raise OutputError(f"results {self.path}: {error.strerror}") from None
+        finally:
+            files.close()
         return len(chosen)
-
-    def check(self) -> None:
-        """Nothing has appeared that must not be replaced. Raises OutputError."""
-        self._check_existing()
 
     def commit(self) -> None:
         """Rename the filled file. Raises OutputError."""
@@ -84,6 +82,6 @@ class Target:
         sync_folder(os.path.dirname(self._final))
         self._hold.release(keep=True)
 
-    def release(self) -> None:
-        """Let go; what was not committed is removed (the parts have it)."""
-        self._hold.release()
+    def release(self, keep: bool = False) -> None:
+        """Let go; what was not committed is removed (the parts have it), unless ``keep``."""
+        self._hold.release(keep)
