@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -18,13 +18,14 @@ import numpy as np
 from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import setup
+from mpillm.engine import resume, setup
+from mpillm.engine.expired import write_expired
 from mpillm.engine.feed import TIME_LIMIT, Desk, Line
-from mpillm.engine.output import results_part
 from mpillm.engine.progress import RunProgress
-from mpillm.engine.replica import Job, LineReader, Outcome, run_replica, serve_others, time_left
-from mpillm.errors import MpillmError, Stopped
-from mpillm.formats import hdf5
+from mpillm.engine.replica import Job, LineReader, run_replica, serve_others, time_left
+from mpillm.errors import MpillmError, Stopped, UsageError
+from mpillm.formats.part_scan import finished
+from mpillm.formats.parts import RankPart
 from mpillm.formats.prompts import PromptFile
 from mpillm.machine import affinity, guard, launch, memory, signals
 from mpillm.machine.mail import Mail
@@ -36,6 +37,7 @@ from mpillm.partition import Layout, Span, balance, describe
 
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
+EXPIRED = 9            # exit code of a run that stopped and will not be resumed
 GRACE = 15.0           # seconds that a guard waits beyond --exchange-timeout: who exchanges can name the missing rank
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
@@ -47,6 +49,8 @@ class Hold:
     tokenizer: Any | None = None
     outputs: io.Outputs | None = None
     prompts: PromptFile | None = None
+    what: dict[str, Any] = field(default_factory=dict)      # run.json
+    done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))    # by line: an earlier attempt finished it
 
 
 def run(argv: list[str] | None) -> int:
@@ -65,20 +69,25 @@ def run(argv: list[str] | None) -> int:
     guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
     job = world.agree(lambda: prepare(settings, hold))
     try:
-        _work(world, settings, job, hold, clock)
+        return 0 if job is None else _work(world, settings, job, hold, clock)
     finally:
         if hold.outputs is not None:
             hold.outputs.release()
-    return 0
 
 
-def prepare(settings: RunConfig, hold: Hold) -> Job:
-    """On rank 0: outputs, model and prompts are usable; fills ``hold``. Raises MpillmError."""
+def prepare(settings: RunConfig, hold: Hold) -> Job | None:
+    """On rank 0: outputs, model and prompts are usable; fills ``hold``. Raises MpillmError.
+
+    None when the outputs are complete already and --resume finds nothing to do.
+    """
     io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
         ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
-    hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite)
+    hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
+    if hold.outputs.finished:
+        LOG.info("nothing to resume: %s and %s are complete", settings.output_path, settings.results_path)
+        return None
     try:
         io.check_template(settings.chat_template)
         model, checkpoint = open_model(path, settings.tie_embeddings)
@@ -86,15 +95,58 @@ def prepare(settings: RunConfig, hold: Hold) -> Job:
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
             hold.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
+            identity = resume.identity(settings, model, checkpoint, template_of(settings))
         context = setup.context_of(settings, model)
         LineReader(settings, model, context, tokenizer)     # its defaults are checked
-        hold.prompts = PromptFile(settings.prompts, hold.outputs.parts)
-        hold.prompts.index()
+        attempt = find_begun(settings, hold, identity)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, hold.outputs.parts, context, eos_ids, int(time.time()), versions(), 0)
+        return Job(path, model, hold.outputs.parts, context, eos_ids, hold.what["created"], versions(), attempt)
     except MpillmError:
         hold.outputs.release()
         raise
+
+
+def template_of(settings: RunConfig) -> bytes | None:
+    """The chat template that was given. Raises UsageError."""
+    if settings.chat_template is None:
+        return None
+    try:
+        with open(settings.chat_template, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"--chat-template {settings.chat_template}: {error.strerror}") from None
+
+
+def find_begun(settings: RunConfig, hold: Hold, identity: dict[str, Any]) -> int:
+    """Which attempt this is: 0, or with --resume the next one of a run that had begun, which must be the same.
+
+    Fills the rest of ``hold``. Raises UsageError, InputError, OutputError.
+    """
+    assert hold.outputs is not None, "rank 0 holds the outputs"
+    prompts = hold.prompts = PromptFile(settings.prompts, hold.outputs.parts)
+    begun = resume.load(hold.outputs.parts) if settings.resume else None
+    if begun is None:
+        prompts.index()
+        hold.done = np.zeros(prompts.count, bool)
+        hold.what = {"identity": identity, "created": int(time.time()), "mpillm_version": __version__}
+        return 0
+    resume.check_same(begun["identity"], identity)
+    prompts.compare()
+    found = finished(hold.outputs.parts)
+    hold.what, hold.done = begun, np.zeros(prompts.count, bool)
+    hold.done[found.indices[found.indices < prompts.count]] = True
+    LOG.info("resuming: %d of %d lines are done", int(hold.done.sum()), prompts.count)
+    return found.next_attempt
+
+
+def begin(hold: Hold) -> None:
+    """On rank 0: all is ready to run; what an earlier run left goes, unless it is resumed. Raises OutputError."""
+    if hold.outputs is None or hold.prompts is None:
+        return
+    hold.outputs.begin()
+    if not os.path.exists(os.path.join(hold.outputs.parts, resume.FILE)):
+        hold.prompts.keep()
+        resume.save(hold.outputs.parts, hold.what)
 
 
 def versions() -> dict[str, str]:
@@ -111,8 +163,8 @@ def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | Non
     return tokenizer_from_folder(checkpoint.path, settings.chat_template)
 
 
-def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, clock: float) -> None:
-    """Everything after the checks, on every rank."""
+def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, clock: float) -> int:
+    """Everything after the checks, on every rank; the exit code."""
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
     free = min(world.allgather(memory.available_nbytes() // world.node_size))
@@ -128,32 +180,49 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
     compile_kernels(world, settings, job.model, weights)
 
     model = load(world, settings, job, split, replica, weights)
-    world.agree(lambda: hold.outputs.begin() if hold.outputs is not None else None)
+    world.agree_all(lambda: signals.check("before its first step"))
+    world.agree(lambda: begin(hold))
     mail = world.mail()
     desk = open_desk(settings, hold, mail, split.layout, clock)
-    outcome = None
-    if replica is not None and model is not None:
+    own = rank_part(world, settings, job, split, replica, placement, model.nbytes if model is not None else 0)
+    paths = [own.path]
+    if replica is None or model is None:
+        own.close()
+    else:
         tokenizer = hold.tokenizer
         if replica.is_root and world.rank:
             tokenizer = open_tokenizer(job.path, checkpoint, settings)
         guard.board().limit(settings.exchange_timeout + GRACE, settings.exchange_timeout)
-        outcome = run_replica(world, settings, job, split, replica, model, tokenizer, placement.threads, clock, mail,
-                              desk)
+        paths = run_replica(world, settings, job, split, replica, model, own, tokenizer, clock, mail, desk)
         guard.board().limit(0, 0)
     guard.board().say("waiting for the other replicas")
     if desk is not None:
         serve_others(desk)
     world.barrier_quiet(Messenger(mail))
-    finish(world, settings, job, hold, split, placement, outcome, desk, clock)
+    return finish(world, settings, job, hold, split, paths, desk, clock)
+
+
+def rank_part(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+              replica: collectives.Replica | None, placement: affinity.Placement, weight_bytes: int) -> RankPart:
+    """The journal of this rank, which says what it is."""
+    logits, index, tp_rank = None, -1, -1
+    if replica is not None:
+        index, tp_rank = replica.index, replica.rank
+        if settings.logits != "none":
+            vocab = split.partition.shares[tp_rank].vocab
+            logits = vocab.start, vocab.stop, settings.logits_type
+    part = RankPart(job.parts, job.attempt, world.rank, index, tp_rank, settings.flush_every, logits=logits)
+    part.describe(_rank_row(world.rank, index, tp_rank, weight_bytes, split, placement, job, settings))
+    return part
 
 
 def open_desk(settings: RunConfig, hold: Hold, mail: Mail, layout: Layout, clock: float) -> Desk | None:
     """On rank 0: what hands out the lines."""
     if hold.prompts is None:
         return None
-    progress = RunProgress(hold.prompts.count, settings.progress_every)
-    lines = (Line(*line) for line in hold.prompts.lines())
-    return Desk(lines, mail, [index * layout.tp for index in range(layout.dp)], settings.max_tokens, progress.add,
+    progress = RunProgress(hold.prompts.count, settings.progress_every, done=int(hold.done.sum()))
+    lines = (Line(*line) for line in hold.prompts.lines() if not hold.done[line[0]])
+    return Desk(lines, mail, [index * layout.tp for index in range(layout.dp)], settings.max_tokens, progress,
                 time_left(settings, clock))
 
 
@@ -200,61 +269,34 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
 
 
 def finish(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
-           placement: affinity.Placement, outcome: Outcome | None, desk: Desk | None, clock: float) -> None:
-    """Rank 0 folds the parts into the two outputs and prints the summary."""
-    outcomes = world.gather(outcome)
-    if outcomes is None or desk is None:
-        world.agree(lambda: None)
-        return
-    world.agree(lambda: _fold(world, settings, job, hold, split, placement, outcomes, desk, clock))
+           paths: list[str], desk: Desk | None, clock: float) -> int:
+    """Rank 0 makes the outputs from the parts and prints the summary; the exit code of all. Raises Stopped."""
+    journals = world.gather(paths)
+    guard.board().say("writing the outputs" if world.rank == 0 else "waiting while rank 0 writes the outputs")
+    return world.agree(lambda: _conclude(world, settings, job, hold, split, journals or [], desk, clock))
 
 
-def _fold(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
-          placement: affinity.Placement, outcomes: list[Outcome | None], desk: Desk,
-          clock: float) -> None:
-    done = [outcome for outcome in outcomes if outcome is not None]
-    waits = waiting(done)
-    steps = hdf5.step_table(
-        (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
-         record["total_s"] - record["communication_s"], record["communication_s"] - wait, wait)
-        for rank, outcome in enumerate(outcomes) if outcome is not None
-        for number, (record, wait) in enumerate(zip(outcome.steps, waits[outcome.replica, outcome.tp_rank],
-                                                    strict=True)))
-    ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
-                            for rank, outcome in enumerate(outcomes))
-    assert hold.outputs is not None and hold.prompts is not None, "rank 0 holds the outputs"
-    if desk.stop and desk.n_finished < hold.prompts.count:
-        why = "--time-limit" if desk.stop == TIME_LIMIT else signals.name(desk.stop)
-        raise Stopped(f"stopped by {why} with {desk.n_finished} of {hold.prompts.count} lines done: the same command with --resume "
-                      "does the others")
-    hold.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
-    summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
-                        [],
-                        settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
-    hold.outputs.commit_results()
-    failed = [outcome for outcome in done if outcome.n_failed]
-    if failed:
-        LOG.warning("%d line(s) failed, one of them: %s", sum(o.n_failed for o in failed), failed[0].first_failure)
-    report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
-                                                       for rank, outcome in enumerate(outcomes) if outcome is not None],
-                     time.perf_counter() - clock)
-
-
-def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
-    """Of each rank's communication in each step, the part that was waiting for slower ranks.
-
-    Over shared memory it is measured. Over MPI it is inferred: the rank that comes last to a step's exchanges
-    waits least, so what another spends beyond the least time of its replica in the step is waiting.
-    """
-    found = {}
-    for replica in {outcome.replica for outcome in outcomes}:
-        members = [outcome for outcome in outcomes if outcome.replica == replica]
-        least = np.min([member.steps["communication_s"] for member in members], axis=0)
-        for member in members:
-            inferred = member.steps["communication_s"] - least
-            measured = np.minimum(member.steps["waited_s"], member.steps["communication_s"])
-            found[replica, member.tp_rank] = measured if measured.any() else inferred
-    return found
+def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
+              journals: list[list[str]], desk: Desk | None, clock: float) -> int:
+    assert hold.outputs is not None and hold.prompts is not None and desk is not None, "rank 0 has all of them"
+    desk.close()
+    count, n_done = hold.prompts.count, int(hold.done.sum()) + desk.n_finished
+    stopped = desk.stop and n_done < count
+    why = "--time-limit" if desk.stop == TIME_LIMIT else signals.name(desk.stop)
+    if stopped and settings.on_stop == "resume":
+        raise Stopped(f"stopped by {why} with {n_done} of {count} lines done: the same command with --resume does the "
+                      "others")
+    if stopped:
+        write_expired(settings.errors_path, hold.prompts.lines(), finished(job.parts).indices)
+        LOG.warning("stopped by %s: %d of %d lines expired: %s", why, count - n_done, count, settings.errors_path)
+    summary = hold.outputs.finish(_header(world, settings, job, split, hold), settings.results_order,
+                                  expected=[path for own in journals for path in own])
+    if summary["failed"]:
+        LOG.warning("%d line(s) failed, the first: %s", summary["failed"], summary["first_error"])
+    if summary["warning"]:
+        LOG.warning("%s", summary["warning"])
+    report.summarize(summary, settings, time.perf_counter() - clock)
+    return EXPIRED if stopped else 0
 
 
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
@@ -288,31 +330,34 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
     LOG.info("prompts: %d lines", hold.prompts.count)
 
 
-def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
+def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+            hold: Hold) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
     layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
              "kv_type": settings.kv_type}
-    return {"mpillm_version": __version__, "config": settings.to_json(), "layout": json.dumps(layout),
+    assert hold.prompts is not None, "rank 0 has the prompts"
+    return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
+            "config": settings.to_json(), "layout": json.dumps(layout),
             "model": json.dumps(model), "processor": world.processor,
             "versions": json.dumps({**job.versions, "mpi": world.library})}
 
 
-def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: affinity.Placement, job: Job,
-              settings: RunConfig) -> dict[str, Any]:
-    """One row of /ranks."""
+def _rank_row(rank: int, replica: int, tp_rank: int, weight_bytes: int, split: setup.Split,
+              placement: affinity.Placement, job: Job, settings: RunConfig) -> dict[str, Any]:
+    """One row of /ranks; ``replica`` -1 for an idle rank."""
     place = placement.table[rank]
     row = {"rank": rank, "host": place["host"], "cores": str(place["cores"]), "numa": str(place["NUMA domain"]),
-           "threads": place["threads"], "replica": -1, "tp_rank": -1, "weight_bytes": 0, "kv_bytes_per_token": 0}
+           "threads": place["threads"], "replica": replica, "tp_rank": tp_rank, "weight_bytes": weight_bytes,
+           "kv_bytes_per_token": 0}
     nothing = Span(0, 0)
     spans = {"head": nothing, "kv_head": nothing, "column": nothing, "vocab": nothing}
-    if outcome is not None:
-        share = split.partition.shares[outcome.tp_rank]
+    if replica >= 0:
+        share = split.partition.shares[tp_rank]
         spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
-        row.update(replica=outcome.replica, tp_rank=outcome.tp_rank, weight_bytes=outcome.weight_bytes,
-                   kv_bytes_per_token=round(_cache_token_bytes(settings, job, split, outcome.tp_rank)))
+        row["kv_bytes_per_token"] = round(_cache_token_bytes(settings, job, split, tp_rank))
     for name, span in spans.items():
         row[f"{name}_start"], row[f"{name}_stop"] = span.start, span.stop
     return row

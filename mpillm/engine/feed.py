@@ -51,6 +51,14 @@ class Letters(Protocol):
     def receive(self) -> tuple[int, Any] | None: ...
 
 
+class Progress(Protocol):
+    """What is shown of a run; see progress.py."""
+
+    def add(self, prefilled: int, generated: int, finished: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class _Customer:
     given: int = 0
@@ -66,8 +74,8 @@ class Desk:
     """On rank 0: hands out lines, in an order of its own within a window; passes the wish to stop on."""
 
     def __init__(self, lines: Iterator[Line], mail: Letters, roots: list[int], max_tokens: int,
-                 progress: Callable[[int, int, int], None], time_left: Callable[[], float] = lambda: math.inf) -> None:
-        """``roots``: ranks of the replicas' roots, this one first. ``progress(prefilled, generated, finished)``."""
+                 progress: Progress, time_left: Callable[[], float] = lambda: math.inf) -> None:
+        """``roots``: ranks of the replicas' roots, this one first. ``progress``: of the whole job."""
         self._lines, self._mail, self._max_tokens = lines, mail, max_tokens
         self._customers = {root: _Customer() for root in roots}
         self._window: deque[Line] = deque()
@@ -119,8 +127,8 @@ class Desk:
         """What a replica has done by now."""
         customer = self._customers[root]
         before, customer.tally = customer.tally, tally
-        self._progress(tally.prefilled - before.prefilled, tally.generated - before.generated,
-                       tally.finished - before.finished)
+        self._progress.add(tally.prefilled - before.prefilled, tally.generated - before.generated,
+                           tally.finished - before.finished)
 
     def serve(self) -> None:
         """Answer what the other roots have sent."""
@@ -151,6 +159,10 @@ class Desk:
         """A replica is done."""
         self.note(root, tally)
         self._customers[root].gone = True
+
+    def close(self) -> None:
+        """The run is over."""
+        self._progress.close()
 
     @property
     def n_finished(self) -> int:

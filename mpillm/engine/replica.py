@@ -17,7 +17,7 @@ from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.feed import Desk, Feed, Letters, Line
-from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
+from mpillm.engine.generate import BatchLoop, Ends
 from mpillm.engine.kvcache import allocate
 from mpillm.engine.link import Link
 from mpillm.engine.output import ReplicaOutput
@@ -26,7 +26,7 @@ from mpillm.engine.request import Limits as LineLimits
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import OutputError
-from mpillm.formats import hdf5
+from mpillm.formats.parts import RankPart
 from mpillm.machine import memory, signals
 from mpillm.models.config import ModelConfig
 
@@ -49,19 +49,6 @@ class Job:
     created: int                     # seconds since 1970
     versions: dict[str, str]
     attempt: int                     # which run on these outputs this is, from 0
-
-
-@dataclass
-class Outcome:
-    """What a rank of a replica has to report when it ends."""
-
-    replica: int
-    tp_rank: int
-    steps: np.ndarray
-    weight_bytes: int
-    parts: list[str]
-    n_failed: int
-    first_failure: str
 
 
 class LineReader:
@@ -100,15 +87,12 @@ def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split
     return int(agreed[0])
 
 
-def open_output(settings: RunConfig, job: Job, split: setup.Split, replica: Replica, tokenizer: Any | None,
-                threads: int) -> ReplicaOutput:
+def open_output(settings: RunConfig, job: Job, split: setup.Split, replica: Replica, own: RankPart,
+                tokenizer: Any | None) -> ReplicaOutput:
     """The part files of this rank."""
-    vocab, logits = split.partition.shares[replica.rank].vocab, None
-    if settings.logits != "none":
-        path = hdf5.logits_part_path(job.parts, replica.index, replica.rank)
-        logits = hdf5.LogitsPart(path, vocab.start, vocab.stop, settings.logits_type, threads=threads)
-    return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
-                         run_seed=settings.seed, created=job.created)
+    return ReplicaOutput(job.parts, job.attempt, replica.index, split.layout.tp, own, is_root=replica.is_root,
+                         flush_every=settings.flush_every, keeps_logits=settings.logits != "none",
+                         tokenizer=tokenizer, run_seed=settings.seed, created=job.created)
 
 
 def make_feed(settings: RunConfig, job: Job, tokenizer: Any | None, mail: Letters, desk: Desk | None,
@@ -125,11 +109,12 @@ def make_feed(settings: RunConfig, job: Job, tokenizer: Any | None, mail: Letter
 
 
 def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split, replica: Replica,
-                model: setup.LoadedModel, tokenizer: Any | None, threads: int, clock: float, mail: Letters,
-                desk: Desk | None) -> Outcome:
-    """Run requests until none is left or the run is to stop; the results are in part files then.
+                model: setup.LoadedModel, own: RankPart, tokenizer: Any | None, clock: float, mail: Letters,
+                desk: Desk | None) -> list[str]:
+    """Run requests until none is left or the run is to stop; the paths of the journals that then hold the results.
 
-    ``desk``: on rank 0, which serves the other replicas meanwhile. Raises OutputError, ExchangeError.
+    ``own``: this rank's journal; ``desk``: on rank 0, which serves the other replicas meanwhile. Raises OutputError,
+    ExchangeError.
     """
     share = split.partition.shares[replica.rank]
     widest = max(other.vocab.size for other in split.partition.shares)
@@ -139,7 +124,7 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
     scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
                           context_blocks=blocks_for(job.context, kernels.BLOCK))
-    with open_output(settings, job, split, replica, tokenizer, threads) as output:
+    with open_output(settings, job, split, replica, own, tokenizer) as output:
         feed = make_feed(settings, job, tokenizer, mail, desk, scheduler, output) if replica.is_root else None
         link = Link(replica, feed)
         loop = BatchLoop(model.model, cache, scheduler, Sampler(link, share.vocab.start, widest), replica, output,
@@ -152,8 +137,7 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
             raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
         if feed is not None:
             feed.leave()
-    return Outcome(replica.index, replica.rank, np.array(output.steps, STEP_RECORD), model.nbytes, output.hdf5_parts,
-                   output.n_failed, output.first_failure)
+    return output.paths
 
 
 def text_streams(tokenizer: Any | None) -> Callable[[Sequence], TextStream | None]:

@@ -20,15 +20,16 @@ FILE = "run.json"
 VERSION = 1
 # Options on which a prompt's tokens, or what is stored of them, depend.
 OPTIONS = ("weights", "kv_type", "fast", "wire", "collectives", "max_model_len", "tie_embeddings", "logits",
-           "logits_type", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "logprobs", "stop", "stop_token_ids",
-           "ignore_eos", "seed", "parse_special")
+           "logits_type", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "logprobs", "stop",
+           "stop_token_ids", "ignore_eos", "seed", "parse_special")
 
 
 def identity(settings: RunConfig, model: ModelConfig, checkpoint: Any, template: bytes | None) -> dict[str, Any]:
     """What must be the same in every attempt, as JSON has it; ``template``: the chat template that was given."""
     options = {name: getattr(settings, name) for name in OPTIONS}
     given = None if template is None else hashlib.blake2b(template, digest_size=16).hexdigest()
-    made = {"version": VERSION, "model": _digest_of_model(model, checkpoint), "options": options, "chat template": given}
+    made = {"version": VERSION, "model": _digest_of_model(model, checkpoint), "options": options,
+            "chat template": given}
     return json.loads(json.dumps(made))
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from mpillm.errors import InputError, OutputError, UsageError
 from mpillm.formats.jsonl import iterate_lines, quote
 
-DIGESTS, SPOOL = "prompts.digests", "prompts.copy"     # names in the folder of parts
+DIGESTS, SPOOL, NEW = "prompts.digests", "prompts.copy", ".new"     # names in the folder of parts
 DIGEST_BYTES = 8
 
 
 class PromptFile:
-    """The lines of ``path``; ``folder`` is for what is remembered of them."""
+    """The lines of ``path``; ``folder`` is for what is remembered of them, under other names until ``keep``."""
 
     def __init__(self, path: str, folder: str) -> None:
         """Raises InputError when the file cannot be read, OutputError when it cannot be copied."""
@@ -28,20 +28,34 @@ class PromptFile:
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             self._source = os.path.join(folder, SPOOL)
             if not os.path.exists(self._source):
+                self._source += NEW
                 _copy(path, self._source)
         self.count = 0
+        self.digest = ""               # of all lines, in hexadecimal
 
     def index(self) -> None:
         """Read all lines once: their number, and their digests into the folder. Raises InputError, OutputError."""
-        unfinished, self.count = self._digests + ".tmp", 0
+        self.count, whole = 0, hashlib.blake2b(digest_size=16)
         try:
-            with open(unfinished, "wb") as file:
+            with open(self._digests + NEW, "wb") as file:
                 for _, raw in iterate_lines(self._source):
-                    file.write(_digest(raw))
+                    digest = _digest(raw)
+                    file.write(digest)
+                    whole.update(digest)
                     self.count += 1
+                self.digest = whole.hexdigest()
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(unfinished, self._digests)
+        except OSError as error:
+            raise OutputError(f"{self._digests}: {error.strerror}") from None
+
+    def keep(self) -> None:
+        """A run begins with these lines: what ``index`` found is given its name. Raises OutputError."""
+        try:
+            if self._source.endswith(SPOOL + NEW):
+                os.replace(self._source, self._source.removesuffix(NEW))
+                self._source = self._source.removesuffix(NEW)
+            os.replace(self._digests + NEW, self._digests)
         except OSError as error:
             raise OutputError(f"{self._digests}: {error.strerror}") from None
 
@@ -50,12 +64,13 @@ class PromptFile:
 
         Raises UsageError, which names the first line that differs; InputError.
         """
-        self.count = 0
+        self.count, whole = 0, hashlib.blake2b(digest_size=16)
         try:
             known = os.path.getsize(self._digests) // DIGEST_BYTES
             with open(self._digests, "rb") as file:
                 for number, raw in iterate_lines(self._source):
                     before = file.read(DIGEST_BYTES)
+                    whole.update(before)
                     if len(before) < DIGEST_BYTES:
                         raise self._changed(f"has more lines than the {known} with which the run began, the first of "
                                             f"them line {number}")
@@ -65,6 +80,7 @@ class PromptFile:
                     self.count += 1
         except OSError as error:
             raise OutputError(f"{self._digests}: {error.strerror}") from None
+        self.digest = whole.hexdigest()
         if self.count < known:
             raise self._changed(f"has {self.count} lines, the run began with {known}")
 
@@ -97,8 +113,7 @@ def _copy(path: str, target: str) -> None:
         raise InputError(f"the prompts file {path!r} cannot be read: {error.strerror}") from None
     with source:
         try:
-            with open(target + ".tmp", "wb") as copy:
+            with open(target, "wb") as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
-            os.replace(target + ".tmp", target)
         except OSError as error:
             raise OutputError(f"copying the prompts to {target}: {error.strerror}") from None

@@ -50,6 +50,14 @@ def read(line):
     return Request(line.number, line.index, None, "completion", True, ((1,),), Sampling(), "m")
 
 
+class Shown:
+    def __init__(self, told):
+        self.told = told
+
+    def add(self, *told):
+        self.told.append(told)
+
+
 class Replica:
     """A root that finishes what it was given, some a turn."""
 
@@ -79,7 +87,7 @@ def test_every_line_goes_to_one_replica(count, dp, most, window, seed):
     before, feed.WINDOW_LINES = feed.WINDOW_LINES, window
     try:
         rng, post, shown = random.Random(seed), Post(range(dp)), []
-        desk = Desk(iter(lines_of(count)), post.at(0), list(range(dp)), 16, lambda *told: shown.append(told))
+        desk = Desk(iter(lines_of(count)), post.at(0), list(range(dp)), 16, Shown(shown))
         replicas = [Replica(post, rank, desk if rank == 0 else None, most) for rank in range(dp)]
         alive = set(range(dp))
         for _ in range(20000):
@@ -104,14 +112,14 @@ def test_every_line_goes_to_one_replica(count, dp, most, window, seed):
 
 def test_the_last_lines_are_shared_evenly():
     post = Post(range(4))
-    desk = Desk(iter(lines_of(12)), post.at(0), [0, 1, 2, 3], 16, lambda *told: None)
+    desk = Desk(iter(lines_of(12)), post.at(0), [0, 1, 2, 3], 16, Shown([]))
     got = [len(desk.take(root, 100, Tally())[0]) for root in range(4)]
     assert got == [3, 3, 3, 3]
 
 
 def test_a_wish_to_stop_reaches_all_replicas():
     post = Post(range(3))
-    desk = Desk(iter(lines_of(50)), post.at(0), [0, 1, 2], 16, lambda *told: None)
+    desk = Desk(iter(lines_of(50)), post.at(0), [0, 1, 2], 16, Shown([]))
     first, second, third = (Replica(post, rank, desk if rank == 0 else None, 4) for rank in range(3))
     assert second.feed.poll(15)[0] == 15            # a rank of replica 1 heard it
     assert first.turn(0) == 15 and desk.stop == 15
@@ -121,7 +129,7 @@ def test_a_wish_to_stop_reaches_all_replicas():
 
 def test_time_is_up():
     post, left = Post(range(2)), [5.0]
-    desk = Desk(iter(lines_of(5)), post.at(0), [0, 1], 16, lambda *told: None, lambda: left[0])
+    desk = Desk(iter(lines_of(5)), post.at(0), [0, 1], 16, Shown([]), lambda: left[0])
     first, second = (Replica(post, rank, desk if rank == 0 else None, 4) for rank in range(2))
     assert first.turn(0) == 0
     left[0] = -math.inf
