@@ -156,12 +156,16 @@ def _finish_commit(parts: str, output: str, results_path: str) -> bool:
     """Whether an earlier run has made both outputs; if it was killed before they had their names, they get them."""
     finals = [os.path.realpath(output), os.path.realpath(results_path)]
     mark = os.path.join(parts, hdf5.COMMITTED)
-    if not os.path.lexists(mark):
+    marked = os.path.lexists(mark)
+    if not marked:
         idle = not os.path.lexists(parts) or hdf5.is_empty_folder(parts)
-        return idle and all(map(os.path.isfile, finals)) and hdf5.is_output(output)
+        if not (idle and all(map(os.path.isfile, finals)) and hdf5.is_output(output)):
+            return False
+        if not os.path.lexists(parts):
+            return True
     lock = Hold(os.path.join(parts, LOCK), f"the output {output}")
     try:
-        for final in finals:
+        for final in finals if marked else ():
             # An empty one may be the hold of a run that was refused since
             if os.path.exists(final + ".tmp") and (os.path.getsize(final + ".tmp") or not os.path.exists(final)):
                 os.replace(final + ".tmp", final)

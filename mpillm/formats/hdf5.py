@@ -72,6 +72,7 @@ def check_output(path: _Path, overwrite: bool, keep: bool = False, resume: bool 
             raise OutputError(f"{parts} has parts of an earlier run that did not finish, or of one that "
                               "still runs: use --resume to go on with it, or --overwrite to delete it")
         if not keep:
+            clear_parts(parts)
             discard_parts(parts)
     try:
         with contextlib.suppress(FileExistsError):  # an empty folder is as good
@@ -117,7 +118,7 @@ def is_empty_folder(path: str) -> bool:
 
 
 def discard_parts(parts_dir: _Path) -> None:
-    """Removes a folder of parts; OutputError when something else lies in it, which stays."""
+    """Removes a folder of parts; OutputError when something else lies in it, which stays, as do journals set aside."""
     clear_parts(parts_dir, keep_damaged=True)
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -77,9 +77,11 @@ class Journal:
     def append(self, kind: int, number: int, *pieces: Any) -> None:
         """One record, its payload in pieces, bytes or contiguous arrays. OutputError when the disk is full."""
         assert self.is_open, f"{self.path} is written after its close"
-        payload = b"".join(pieces)
-        head = HEADER.pack(MAGIC, kind, 0, number, len(payload), zlib.crc32(payload))
-        self._waiting.append(head + SUM.pack(zlib.crc32(head)) + payload)
+        length = total = 0
+        for piece in pieces:
+            length, total = length + memoryview(piece).nbytes, zlib.crc32(piece, total)
+        head = HEADER.pack(MAGIC, kind, 0, number, length, total)
+        self._waiting.append(b"".join((head, SUM.pack(zlib.crc32(head)), *pieces)))
         self._pending += len(self._waiting[-1])
         # While the disk is full, flushes alone try again
         if self._pending >= BUFFER and not self._full_since:
@@ -138,7 +140,7 @@ class Journal:
         self._check()
         if not self._waiting:
             return
-        view = memoryview(b"".join(self._waiting))
+        view = memoryview(self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting))
         done = 0
         try:
             while done < len(view):

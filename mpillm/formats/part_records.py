@@ -194,8 +194,9 @@ def narrow(logits: np.ndarray, kind: np.dtype) -> tuple[np.ndarray, int]:
         return np.ascontiguousarray(logits, kind), 0
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(logits, kind)
-    beyond = np.isinf(rows) & np.isfinite(logits)
-    count = int(np.count_nonzero(beyond))
-    if count:
-        rows[beyond] = np.copysign(F16_MAX, logits[beyond])
-    return rows, count
+    beyond = np.isinf(rows)
+    if not beyond.any():
+        return rows, 0
+    beyond &= np.isfinite(logits)
+    rows[beyond] = np.copysign(F16_MAX, logits[beyond])
+    return rows, int(np.count_nonzero(beyond))
