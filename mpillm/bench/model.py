@@ -109,7 +109,7 @@ def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
 
 
 def blocks_of(test: SpeedTest, amount: int) -> int:
-    """Cache blocks that the sequences of a run reserve together."""
+    """Cache blocks that the sequences of a run take together."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
     return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
@@ -119,6 +119,7 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
     """The counted steps of a run, found by running the scheduler without a model."""
     sequences = sequences_of(test, amount, 1)
     scheduler = _scheduler(sequences, blocks_of(test, amount), chunk)
+    scheduler.add(sequences)
     while parts := scheduler.plan():
         if test.kind == "pp" or parts[0].sequence.generated:
             yield [Piece(part.start, part.count, part.completes) for part in parts]
@@ -131,7 +132,8 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
 
 def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Scheduler:
     chunk = max(chunk, len(sequences))       # a step's budget holds the first token of every sequence
-    return Scheduler(sequences, BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK))
+    return Scheduler(BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK),
+                     context_blocks=n_blocks // len(sequences), share=False)
 
 
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
@@ -166,7 +168,7 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     before, began = kernel_seconds(loaded.model.model), time.perf_counter()
     loop = BatchLoop(loaded.model.model, cache, scheduler, sampler, replica, sink, Ends(frozenset(), 1 << 60),
                      keep_logits="none", text_stream=lambda sequence: None, replica=0, clock_start=began)
-    steps = loop.run()
+    steps = loop.run(sequences)
     ended = time.perf_counter() - began
     if sink.failures:
         raise ModelError(f"{loaded.name} cannot be measured: {sink.failures[0]}")

@@ -20,7 +20,7 @@ from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
-from mpillm.engine.blocks import BlockLedger
+from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import BatchLoop, Ends, sequences_of
 from mpillm.engine.kvcache import allocate
 from mpillm.engine.output import ReplicaOutput, results_part
@@ -222,14 +222,13 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
     share = split.partition.shares[replica.rank]
     widest = max(other.vocab.size for other in split.partition.shares)
     ends = Ends(job.eos_ids, job.context)
-    sequences = sequences_of(requests, ends, settings.seed)
+    sequences = sequences_of(requests, ends, settings.seed, settings.logits, model.model.rope.salt)
     n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
     cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
     LOG.info("cache: %d blocks of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
-    scheduler = Scheduler(sequences, BlockLedger(n_blocks),
-                          Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
-    del sequences                    # the scheduler lets go of those that are finished
+    scheduler = Scheduler(BlockLedger(n_blocks), Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
+                          context_blocks=blocks_for(job.context, kernels.BLOCK))
     tokenizer = batch.tokenizer
     if replica.is_root and world.rank:
         tokenizer = open_tokenizer(job.path, checkpoint, settings)
@@ -250,7 +249,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
                          text_stream=text_stream, replica=replica.index, clock_start=clock)
         try:
-            steps = loop.run()
+            steps = loop.run(sequences)
         except OutputError as error:
             raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
     if world.rank == 0 and replica.dp > 1:
