@@ -255,7 +255,7 @@ class Scheduler:
             assert youngest is not sequence or self.running, "a sequence alone does not fit the cache"
             self.preempted += 1
             self._leave(youngest)
-            youngest.computed = youngest.published = 0
+            youngest.computed = 0
             heapq.heappush(self._waiting, (youngest.age, youngest))
             if youngest is sequence:
                 return False

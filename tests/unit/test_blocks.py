@@ -54,7 +54,7 @@ class Twin:
 
 
 def key_of(number):
-    return bytes([number])
+    return bytes([number % 3])
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,7 +67,7 @@ def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
             assert taken == twin.take(number)
             held.append(taken)
         elif move == "share":
-            keys = [key_of((number + i) % 8) for i in range(at)]
+            keys = [key_of(number + i) for i in range(at)]
             found = ledger.find(keys, 3)
             assert found == twin.find(keys[:3])
             assert ledger.n_idle(found) == sum(not twin.holders[b] for b in found)
@@ -93,7 +93,7 @@ def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
         assert [ledger.holders(b) for b in range(n_blocks)] == twin.holders
         assert twin.holders == [sum(blocks.count(b) for blocks in held) for b in range(n_blocks)]
         assert ledger.n_free == len(twin.takeable()) >= 0
-        for number in range(8):
+        for number in range(3):
             assert ledger.find([key_of(number)], 1) == twin.find([key_of(number)])
     for blocks in held:
         ledger.give_back(blocks)
@@ -105,10 +105,10 @@ def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     ledger = BlockLedger(4)
     blocks = ledger.take(3)
-    for block in blocks:
-        ledger.publish(block, key_of(block))
-    ledger.give_back(blocks)
     keys = [key_of(block) for block in blocks]
+    for block, key in zip(blocks, keys, strict=True):
+        ledger.publish(block, key)
+    ledger.give_back(blocks)
     assert ledger.take(1) == [3], "the free one first"
     assert ledger.take(1) == [2] and ledger.find(keys, 3) == [0, 1]
     ledger.share([0])

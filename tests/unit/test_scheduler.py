@@ -94,8 +94,8 @@ def next_token(sequence):
     return int(sum(sequence.tokens(0, sequence.length)) + sequence.sample) % 3
 
 
-SHAPES = st.tuples(st.integers(0, 2), st.integers(0, 14), st.integers(0, 6), st.integers(0, 20), st.integers(1, 40),
-                   st.integers(1, 3), st.sampled_from([b"", b"x"]), st.booleans(), st.integers(0, 6))
+SHAPES = st.tuples(st.integers(0, 1), st.integers(2, 14), st.integers(0, 6), st.integers(0, 20), st.integers(1, 40),
+                   st.sampled_from([1, 2, 3]), st.sampled_from([b"", b"", b"x"]), st.booleans(), st.integers(0, 6))
 
 
 def workload(shapes):
@@ -109,7 +109,7 @@ def workload(shapes):
     return made
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(shapes=st.lists(SHAPES, max_size=9), max_batch=st.integers(1, 5), chunk=st.integers(1, 20),
        block=st.integers(1, 5), spare=st.integers(-1, 5), share=st.booleans(), continuous=st.booleans())
 def test_everything_ends_and_reads_only_its_own(shapes, max_batch, chunk, block, spare, share, continuous):
@@ -186,9 +186,10 @@ def test_a_full_cache_preempts_the_youngest_and_computes_no_row_twice_for_its_lo
     assert len(young.generated) == 14 and scheduler.recomputed_positions == 12
 
 
-def test_a_preempted_sequence_finds_its_own_blocks_again():
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_preempted_sequence_finds_its_own_blocks_again(whole):
     scheduler = scheduler_of(6)
-    sequences = [make(list(range(10, 16)), 14, 0), make(list(range(20, 26)), 14, 1)]
+    sequences = [make(list(range(at, at + 6)), 14, at, whole=whole) for at in (10, 20)]
     scheduler.add(sequences)
     Machine(scheduler).run_all()
     assert scheduler.preempted and scheduler.recomputed_positions < 12 and not scheduler.shared_positions
@@ -249,9 +250,44 @@ def test_sequences_that_want_all_logits_compute_all_rows_but_serve_others():
 
 def test_the_salt_keeps_prompts_apart():
     scheduler = scheduler_of(100)
-    scheduler.add([make(17, 2, 0, salt=b"a"), make(17, 2, 1, salt=b"b"), make(17, 2, 2, salt=b"a")])
+    prompt = np.arange(17, dtype=np.int32)
+    scheduler.add([make(prompt, 2, i, salt=salt) for i, salt in enumerate([b"a", b"b", b"a"])])
     Machine(scheduler).run_all()
     assert scheduler.shared_positions == 16
+
+
+def test_each_running_sequence_that_may_grow_keeps_a_block_free():
+    scheduler = scheduler_of(7, share=False)
+    sequences = [make(8, 20, i) for i in range(3)]
+    scheduler.add(sequences)
+    Machine(scheduler).step()
+    assert scheduler.running == sequences[:2], "2 blocks each, and one more; the third would need 5 of 3"
+    scheduler = scheduler_of(7, share=False)
+    sequences = [make(8, 1, i) for i in range(4)]
+    scheduler.add(sequences)
+    Machine(scheduler).step()
+    assert scheduler.running == [] and [s.finished for s in sequences] == [True] * 3 + [False], "none of these grows"
+
+
+def test_one_that_waits_for_room_does_not_delay_an_older_one_that_was_held_back():
+    scheduler = scheduler_of(12, chunk=8)
+    common = list(range(24))
+    leader, follower, large = make([*common, 98], 2, 0), make([*common, 99], 2, 1), make([7] * 40, 1, 2)
+    scheduler.add([leader, follower, large])
+    machine = Machine(scheduler)
+    for _ in range(3):
+        machine.step()
+        assert scheduler.running == [leader] and scheduler.waiting == [follower, large]
+    machine.step()
+    assert scheduler.running == [leader, follower]
+
+
+def test_what_was_generated_is_forgotten_at_the_end_and_the_prompt_is_not():
+    scheduler = scheduler_of(20)
+    sequence = make(9, 15)
+    scheduler.add([sequence])
+    Machine(scheduler).run_all()
+    assert len(sequence.keys) == 5 and scheduler.ledger.find(sequence.keys, 5) == [0, 1]
 
 
 def test_a_static_batch_starts_and_ends_together():
