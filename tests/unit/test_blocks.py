@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpillm.engine.blocks import BlockLedger, blocks_for, chain, prompt_keys, root_key
 
 MOVES = st.lists(st.tuples(st.sampled_from(["take", "publish", "share", "give", "forget"]), st.integers(0, 7),
-                           st.integers(0, 7)), max_size=80)
+                           st.integers(0, 7)), min_size=20, max_size=80)
 
 
 class Twin:
@@ -57,7 +57,7 @@ def key_of(number):
     return bytes([number % 3])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(moves=MOVES, n_blocks=st.integers(0, 12))
 def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
     ledger, twin, held = BlockLedger(n_blocks), Twin(n_blocks), []
