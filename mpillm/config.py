@@ -57,6 +57,7 @@ class RunConfig:
     # the batch
     max_batch: int = 32
     prefill_chunk: int = 512
+    batching: str = "continuous"
     # defaults of the lines
     max_tokens: int = 256
     temperature: float = 1.0
@@ -88,6 +89,7 @@ class RunConfig:
         _one_of("collectives", self.collectives, COLLECTIVES)
         _one_of("wire", self.wire, WIRES)
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
+        _one_of("batching", self.batching, ("continuous", "static"))
         _one_of("on-stop", self.on_stop, ("resume", "expire"))
         _one_of("results-order", self.results_order, ("input", "finished"))
         if self.resume and self.overwrite:

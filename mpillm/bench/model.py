@@ -113,7 +113,7 @@ def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
 
 
 def blocks_of(test: SpeedTest, amount: int) -> int:
-    """Cache blocks that the sequences of a run reserve together."""
+    """Cache blocks that the sequences of a run take together."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
     return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
@@ -135,9 +135,8 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
 
 def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Scheduler:
     chunk = max(chunk, len(sequences))       # a step's budget holds the first token of every sequence
-    longest = max(len(s.prompt) + s.max_tokens for s in sequences)
     scheduler = Scheduler(BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK),
-                          context_blocks=blocks_for(longest, kernels.BLOCK))
+                          context_blocks=n_blocks // len(sequences), share=False)
     refused = scheduler.add(sequences)
     assert not refused, f"{n_blocks} blocks do not hold the sequences"
     return scheduler

@@ -87,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
     batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
+    batch.add_argument("--batching", choices=("continuous", "static"),
+                       help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
+                            "as a whole before the next one begins (static: slower, for comparison)")
 
     lines.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default 256)")
     lines.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")

@@ -86,15 +86,21 @@ class _Live:
     first_token: float | None = None
 
 
-def sequences_of(requests: list[Request], ends: Ends, run_seed: int) -> list[Sequence]:
-    """One sequence for each item and sample of the requests, in order."""
+def sequences_of(requests: list[Request], ends: Ends, run_seed: int, keep_logits: str = "none",
+                 salt: Callable[[int], bytes] = lambda length: b"") -> list[Sequence]:
+    """One sequence for each item and sample of the requests, in order.
+
+    ``salt(prompt length)``: what keys and values depend on beside the token ids (`Rope.salt`).
+    """
     found = []
     for request in requests:
+        whole = request.sampling.prompt_logprobs is not None or keep_logits == "all"
         for item, prompt in enumerate(request.prompts):
             ids = np.asarray(prompt, np.int32)      # shared by the samples
             found += [Sequence(request, item, sample, ids,
                                resolve_max_tokens(request.sampling, len(ids), ends.context),
-                               sequence_seed(run_seed, request, item, sample))
+                               sequence_seed(run_seed, request, item, sample), whole_prompt=whole,
+                               salt=salt(len(ids)))
                       for sample in range(request.sampling.n)]
     return found
 
@@ -143,7 +149,8 @@ class BatchLoop:
 
     def _admit(self, requests: list[Request]) -> None:
         """Requests join the batch; those that the empty cache could not hold fail."""
-        refused = self.scheduler.add(sequences_of(requests, self.ends, self.run_seed))
+        refused = self.scheduler.add(sequences_of(
+            requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt))
         ledger, block = self.scheduler.ledger, self.scheduler.limits.block
         for sequence, blocks in refused if self.is_root else ():
             self.sink.failed(sequence.request, (
@@ -179,7 +186,7 @@ class BatchLoop:
         starts = np.array([p.start for p in parts])
         slots = np.array([p.sequence.slot for p in parts])
         prompts = np.array([len(p.sequence.prompt) for p in parts])
-        if max(counts) == 1 and all(p.sequence.generated for p in parts):
+        if all(p.decodes for p in parts):
             tokens, positions = np.array([p.sequence.generated[-1] for p in parts], np.int64), starts
         else:
             tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
@@ -197,10 +204,9 @@ class BatchLoop:
 
     def _wanted_positions(self, part: Part) -> range:
         """Positions of a part whose next-token logits are computed."""
-        s = part.sequence.request.sampling
         stop = part.start + part.count
-        if s.prompt_logprobs is not None or self.keep_logits == "all":
-            return range(part.start, stop)
+        if part.sequence.whole_prompt:      # rows that are recomputed after a preemption were dealt with before
+            return range(max(part.start, part.sequence.scored), stop)
         if part.completes and (part.sequence.max_tokens or self.keep_logits != "none"):
             return range(stop - 1, stop)
         return range(0)
@@ -299,13 +305,12 @@ class BatchLoop:
         end, prefilled, generated = self._now(), 0, 0
         for part in parts:
             sequence, live = part.sequence, self._live[part.sequence]
-            if part.start < len(sequence.prompt):
-                prefilled += part.count
-                if part.start + part.count == len(sequence.prompt):
-                    live.prefilled = end
-                    if sequence.max_tokens == 0:
-                        sequence.finished = True
-            generated += bool(sequence.generated) and part.start + part.count >= len(sequence.prompt)
+            prefilled += 0 if part.decodes else part.count
+            if part.completes and live.prefilled is None:
+                live.prefilled = end
+                if sequence.max_tokens == 0:
+                    sequence.finished = True
+            generated += part.completes and bool(sequence.generated)
             if sequence.generated and live.first_token is None:
                 live.first_token = end
         finished = [part.sequence for part in parts if part.sequence.finished]

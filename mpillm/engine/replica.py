@@ -123,7 +123,8 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     LOG.info("cache: %d blocks of %d positions, up to %s on rank %d", n_blocks, kernels.BLOCK,
              format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
     scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
-                          context_blocks=blocks_for(job.context, kernels.BLOCK))
+                          context_blocks=blocks_for(job.context, kernels.BLOCK),
+                          continuous=settings.batching == "continuous")
     with open_output(settings, job, split, replica, own, tokenizer) as output:
         feed = make_feed(settings, job, tokenizer, mail, desk, scheduler, output) if replica.is_root else None
         link = Link(replica, feed)
@@ -137,6 +138,11 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
             raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
         if feed is not None:
             feed.leave()
+    if replica.is_root:
+        LOG.log(logging.INFO if scheduler.preempted or scheduler.shared_positions else logging.DEBUG,
+                "replica %d: %d positions computed (%d of them again after %d preemptions), %d taken from shared "
+                "prefixes", replica.index, scheduler.computed_positions, scheduler.recomputed_positions, scheduler.preempted,
+                scheduler.shared_positions)
     return output.paths
 
 
