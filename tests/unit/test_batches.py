@@ -50,6 +50,9 @@ class Kept:
     def result(self, result):
         choices = [(c.token_ids, np.array(c.logprobs).tobytes(), c.top) for c in result.choices]
         self.results[result.request.index] = choices, result.prompt_logprobs
+        for choice, t in zip(result.choices, result.timings, strict=True):
+            assert not choice.token_ids or t.queue_s + t.prefill_s == pytest.approx(t.first_token_s), \
+                "a prefill ends with the first token, whatever is recomputed later"
 
     def failed(self, request, message, code, status):
         raise AssertionError(message)
@@ -147,6 +150,16 @@ def test_logits_are_handed_out_once_whatever_was_recomputed(tmp_path, keep_logit
     assert crowded.rows == alone.rows and crowded.results == alone.results
     all_rows = sum(r.sampling.n * (len(r.prompts[0]) + max(r.sampling.max_tokens - 1, 0)) for r in workload())
     assert len(alone.rows) == {"all": all_rows, "generated": 720, "last": 10}[keep_logits]
+
+
+def test_a_recomputed_row_may_be_alone_in_its_step(tmp_path):
+    """A chunk of one token: steps of one row of a generated token that is not the last."""
+    built = build(tmp_path, "f32")
+    drawn = Sampling(temperature=0.9, seed=5, ignore_eos=True, max_tokens=130)
+    requests = [Request(i + 1, i, str(i), "completion", True, ([4 + i],), drawn, "m") for i in range(2)]
+    alone, _ = run(built, "f32", requests, max_batch=1, share=False)
+    crowded, scheduler = run(built, "f32", requests, 4, chunk=1, share=False)
+    assert crowded.results == alone.results and scheduler.recomputed_positions > 100
 
 
 def test_prompts_that_stretch_the_rope_differently_share_nothing(tmp_path):
