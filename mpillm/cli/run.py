@@ -22,6 +22,7 @@ from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
 from mpillm.engine.blocks import BlockLedger
 from mpillm.engine.generate import BatchLoop, Ends, sequences_of
+from mpillm.engine.guided import Guides
 from mpillm.engine.kvcache import allocate
 from mpillm.engine.output import ReplicaOutput, results_part
 from mpillm.engine.progress import RunProgress
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
-VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
+VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf", "llguidance")
 
 
 @dataclass
@@ -247,8 +248,10 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
         for line in batch.failed:
             output.reject(line)
         sampler = Sampler(replica, share.vocab.start, widest)
+        guides = Guides(replica, share.vocab.start, share.vocab.size, job.model.vocab, job.eos_ids,
+                        tokenizer if replica.is_root else None)
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
-                         text_stream=text_stream, replica=replica.index, clock_start=clock)
+                         text_stream=text_stream, replica=replica.index, clock_start=clock, guides=guides)
         try:
             steps = loop.run()
         except OutputError as error:
