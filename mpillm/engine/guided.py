@@ -122,7 +122,9 @@ def _form(param: str, kind: str, value: Any, whitespace: str | None) -> Guide:
     name = {"response_format": f"{param}.json_schema.schema", "structured_outputs": f"{param}.{kind}"}.get(param, param)
     if kind == "json":
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        _check_multiples(name, _schema(name, text))
+        schema = _schema(name, text)
+        _check_multiples(name, schema)
+        text = "{}" if schema is True else text
     elif kind == "choice":
         if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
             raise refuse(name, value, f"a list of 1 to {MAX_CHOICES} texts")
@@ -145,7 +147,7 @@ def _schema(name: str, text: str) -> Any:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         raise refuse(name, text, "a JSON schema") from None
-    if not isinstance(schema, (dict, bool)):
+    if not isinstance(schema, dict) and schema is not True:
         raise refuse(name, schema, "a JSON schema: an object, or true")
     return schema
 
@@ -315,6 +317,7 @@ class Follower:
         allowed = sampling.allowed_token_ids
         self._allowed = None if allowed is None else _packed(allowed, vocab)
         self.complete = self.broken = False
+        self.bits = np.zeros(-(-vocab // 8), np.uint8)
         self._look()
 
     def advance(self, token: int) -> None:

@@ -184,6 +184,27 @@ SIZES = [
 ]
 
 
+# Texts of a form: what cannot be one, and how it goes with what else is asked.
+GUIDED = [
+    fails("schema word", "response_format", "objekt", response_format={
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}),
+    fails("schema kept", "unevaluatedProperties", structured_outputs={"json": {"unevaluatedProperties": False}}),
+    fails("format word", "response_format", "xml", response_format={"type": "xml"}),
+    fails("regex cut", "guided_regex", "unclosed", guided_regex="[a-z"),
+    fails("regex of nothing", "no text", guided_regex=""),
+    fails("choice of none", "guided_choice", guided_choice=[]),
+    fails("two forms", "response_format", "guided_choice", response_format={"type": "json_object"},
+          guided_choice=["a"]),
+    fails("grammar without a root", "grammar", "root", structured_outputs={"grammar": 'a ::= "x"'}),
+    fails("form without an end", "no token is left", guided_choice=["DEF"], allowed_token_ids=[7]),
+    right("form of text", answers(), response_format={"type": "text"}),
+    right("form scored", answers(0), guided_choice=["a"], max_tokens=0),
+    right("form ends early", text("DEFD", 2, None), guided_choice=["DEFD"], min_tokens=5),
+    right("form cut", text("DDDDDD", 6, None, "length"), guided_regex="D*", allowed_token_ids=[D]),
+    right("form stopped", text("DE", 1, "F"), guided_choice=["DEFD"], stop="F", n=2),
+]
+
+
 def batch(name: str, **fields: Any) -> bytes:
     """An OpenAI batch line; a field given as ... is left out."""
     content = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": PROMPT}} | fields
@@ -243,4 +264,4 @@ BYTES = [
     Case("windows", line("windows") + b"\r", answers(prompt=len(PROMPT))),
 ]
 CASES = [*SAMPLING, *(Case(name, line(name, **fields), answers()) for name, fields in AS_GREEDY.items()),
-         *ENDS, *SIZES, *FORMS, *BYTES]
+         *ENDS, *SIZES, *GUIDED, *FORMS, *BYTES]
