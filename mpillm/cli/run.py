@@ -242,7 +242,7 @@ def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: 
 
         s = sequence.request.sampling
         return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
-                          s.include_stop_str_in_output)
+                          s.include_stop_str_in_output, s.guided is not None)
 
     with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
         for line in batch.failed:

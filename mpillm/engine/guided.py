@@ -31,7 +31,7 @@ MAX_FORM_BYTES = 1 << 20          # of a schema, a regular expression or a list 
 MAX_GRAMMAR_BYTES = 32 << 10      # of a grammar: rules are resolved in quadratic time
 MAX_CHOICES = 4096
 MAX_MULTIPLE = 100_000            # least common multiple of all multipleOf: so many states the library builds
-CACHED = 256                      # compiled forms that are kept
+CACHED = 32                       # compiled forms that are kept: some milliseconds to make, up to 100 MB each
 # Between the parts of JSON: pretty printing fits, endless blanks, into which small models fall, do not.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 

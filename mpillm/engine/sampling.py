@@ -186,7 +186,7 @@ def apply_processors(logits: np.ndarray, row: Row, first_id: int) -> None:
         logits[:] = -np.inf
         logits[allowed] = kept
     if row.allowed is not None:
-        logits[~row.allowed] = -np.inf
+        np.copyto(logits, np.float32(-np.inf), where=~row.allowed)
     if row.banned:
         logits[local(np.asarray(row.banned))] = -np.inf
     for token, bias in s.logit_bias:

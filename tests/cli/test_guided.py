@@ -33,11 +33,12 @@ GUIDED = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[int, Outputs]:
-    """The lines at 1, 2 and 3 ranks; under 0 the plain ones by themselves, at 3."""
+    """The lines by tp, at 2 with two replicas; under 0 the plain ones by themselves, at 3."""
     folder = tmp_path_factory.mktemp("guided")
     model = write_model(folder / "model")
     lines = [PLAIN[0], *GUIDED, PLAIN[1]]
-    made = {ranks: run(folder, ranks, model, lines, "--tp", ranks, *EXACT, name=str(ranks)) for ranks in (1, 2, 3)}
+    made = {tp: run(folder, ranks, model, lines, "--tp", tp, *EXACT, name=str(tp)) for ranks, tp in (
+        (1, 1), (4, 2), (3, 3))}
     return made | {0: run(folder, 3, model, PLAIN, "--tp", 3, *EXACT, name="alone")}
 
 
@@ -62,7 +63,7 @@ def test_texts_keep_their_form(runs):
 def test_tokens_are_the_same_at_all_rank_counts(runs):
     for line in GUIDED:
         for choice in range(line.get("n", 1)):
-            ids = [runs[ranks].ids(line["id"], choice) for ranks in (1, 2, 3)]
+            ids = [runs[tp].ids(line["id"], choice) for tp in (1, 2, 3)]
             assert ids[0] == ids[1] == ids[2], line["id"]
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import llguidance
 import numpy as np
@@ -96,6 +97,16 @@ def test_forms_that_are_read(fields, expected):
     assert read_guide(fields) == expected
     if expected is not None:
         assert hash(expected) == hash(read_guide(fields))
+
+
+def test_the_documentations_examples_can_be_used():
+    page = (Path(__file__).parents[2] / "docs" / "input.md").read_text()
+    section = page.split("## Texts of a form")[1].split("(Each example")[0]
+    code = " ".join(line for line in section.splitlines() if line.startswith("    "))
+    examples = json.loads("[" + re.sub(r"}\s+{\"id\"", '}, {"id"', code).replace("[...]", '"..."') + "]")
+    assert len(examples) == 5
+    for example in examples:
+        check_guide(read_guide(example), BYTES)
 
 
 @pytest.mark.parametrize("fields, words", [
