@@ -101,9 +101,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _split_options(split: Any) -> None:
     """Who computes what, and how ranks exchange."""
+    split.add_argument("--layout", metavar="auto|DPxTP",
+                       help="replicas x ranks of each, such as 4x8; auto (default) measures memory, arithmetic and "
+                            "exchanges and takes what promises the most tokens/s")
     split.add_argument("--tp", type=int, metavar="N",
-                       help="ranks per model; the others are data-parallel replicas (default: the largest divisor "
-                            "of the ranks at which every rank has a query head and the model fits)")
+                       help="ranks per model; the others are data-parallel replicas (default: as --layout says)")
     split.add_argument("--kv-mode", choices=config.KV_MODES,
                        help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
                             "exchanged (allgather)")

@@ -19,7 +19,7 @@ import numpy as np
 from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import setup
+from mpillm.engine import layout, setup
 from mpillm.engine.blocks import BlockLedger
 from mpillm.engine.generate import BatchLoop, Ends, sequences_of
 from mpillm.engine.kvcache import allocate
@@ -147,10 +147,12 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
     free = min(world.allgather(memory.available_nbytes() // world.node_size))
-    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
     placement = world.place(settings.threads_per_rank, settings.pin)
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)
+    choice = layout.choose(world, settings, job.model, weights, free, placement.threads,
+                           lambda: layout.work_of(batch.requests, settings, job.context))
+    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free, choice))
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
                           timeout=settings.exchange_timeout)
     if world.rank == 0:
@@ -358,8 +360,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
     LOG.info("model %s: %s, %d layers, hidden %d, %d query and %d KV heads of %d, feed-forward %d, vocabulary %d",
              job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
              model.head_dim, model.intermediate, model.vocab)
-    LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
-             f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
+    LOG.info("%s", split.choice.line())
     if layout.dp > max(len(batch.requests), 1):
         LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(batch.requests), layout.dp)
     rows = describe(split.partition, split.weight_bytes)
@@ -380,7 +381,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
 
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
-    layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
+    layout = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
