@@ -203,5 +203,5 @@ class LayoutChoice:
         (_, speed), *others = self.expected
         fit = [f"{name} {other:.3g}" for name, other in others if other is not None][:SHOWN]
         unfit = [name for name, other in others if other is None]
-        parts = [*fit, *([f"{' '.join(unfit[:SHOWN])} do(es) not fit"] if unfit else [])]
+        parts = fit + ([f"{' '.join(unfit[:SHOWN])} does not fit"] if unfit else [])
         return f"{text}: {speed:.3g} tokens/s expected" + ("; " + ", ".join(parts) if parts else "")

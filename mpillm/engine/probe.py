@@ -27,7 +27,7 @@ ROUNDS, READ = 1 << 21, 128 << 20                 # of a peak's loop, bytes: som
 #: what an unknown or emulated tier's products are compared with, best first
 BEST_TIERS = ("amx", "avx512", "avx2", "any")
 # Of a quick look, as the layout needs it
-QUICK_BUFFER = 256 << 20      # bytes that a node's ranks read together, at least; else twice the last-level cache
+QUICK_BUFFER = 128 << 20      # bytes that a node's ranks read together, at least; else twice the last-level cache
 QUICK_SECONDS = 0.04          # of each measurement
 SUM_SECONDS = 0.02            # of the sums of one size
 SUM_ROWS = (1, 32)            # rows of the sums that are measured
