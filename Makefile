@@ -21,7 +21,7 @@ test-all: $(VENV)/.test
 
 # Fresh random checkpoints, compared live with transformers: needs torch.
 test-reference: $(VENV)/.reference
-	python -m pytest tests/reference/test_live.py
+	python -m pytest tests/reference/test_live.py tests/cli/test_perplexity.py
 
 lint: $(VENV)/.test
 	ruff check .
