@@ -14,10 +14,11 @@ usage: mpillm COMMAND ...
 Batch inference of large language models on CPU clusters, over MPI.
 
 commands:
-  run     the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
-  show    a short table of a run's results: mpillm show out.h5
-  doctor  what a run would find on this machine, and what stands in its way
-  bench   the machine's limits and a model's speed against them: mpillm bench machine | model
+  run         the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
+  perplexity  how well a model predicts a text: mpirun -n 4 mpillm perplexity --text wiki.txt
+  show        a short table of a run's results: mpillm show out.h5
+  doctor      what a run would find on this machine, and what stands in its way
+  bench       the machine's limits and a model's speed against them: mpillm bench machine | model
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -47,8 +48,14 @@ def _bench(argv: list[str]) -> int:
     return bench(argv)
 
 
+def _perplexity(argv: list[str]) -> int:
+    from mpillm.cli.perplexity import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor,
-                                                   "bench": _bench}
+                                                   "bench": _bench, "perplexity": _perplexity}
 
 
 def command(argv: list[str]) -> int:

@@ -153,14 +153,14 @@ class BatchLoop:
             if self.link.stop:
                 return self.link.stop
             if requests:
-                self._admit(requests)
+                self.admit(requests)
             elif not parts:
                 if self.link.closed:
                     return 0
                 board().say("waiting for requests")
                 time.sleep(IDLE)
 
-    def _admit(self, requests: list[Request]) -> None:
+    def admit(self, requests: list[Request]) -> None:
         """Requests join the batch; those that the empty cache could not hold fail."""
         refused = self.scheduler.add(sequences_of(
             requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt))
