@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,15 +62,16 @@ def missing() -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens at."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports of 127.0.0.1 that nobody listens at, below those that the system gives to outgoing connections."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 200):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    assert len(found) == count, f"only {len(found)} free ports"
+    return found
 
 
 class Cluster:
@@ -120,15 +122,15 @@ class Cluster:
         text = self.call("scontrol", "show", "job", "-o", str(job))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, job: int | str, seconds: float) -> dict[str, str]:
-        """The job when it has ended for good."""
+    def wait(self, job: int | str, seconds: float, explain: Callable[[], str]) -> dict[str, str]:
+        """The job when it has ended for good; AssertionError with ``explain()`` if that takes too long."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_until(lambda: self.job(job)["JobState"] in ended, seconds, self.logs)
+        wait_until(lambda: self.job(job)["JobState"] in ended, seconds, explain)
         return self.job(job)
 
     def logs(self) -> str:
         """The end of each daemon's log."""
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-600:]}"
                          for path in sorted((self.folder / "log").iterdir()))
 
     def stop(self) -> None:
@@ -147,7 +149,7 @@ class Cluster:
                 daemon.wait()
 
 
-def wait_until(true, seconds: float, explain=lambda: "") -> None:
+def wait_until(true: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:
     """Ask ``true`` until it is; AssertionError with ``explain()`` when the time is over."""
     deadline = time.monotonic() + seconds
     while not true():
