@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm.errors import LaunchError, MpillmError, UsageError
-from mpillm.machine import affinity, launch, topology
+from mpillm.machine import affinity, launch, memory, topology
 from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
 from mpillm.partition import Partition, Span, row_exchange
@@ -45,6 +45,7 @@ class World:
         self.node = self._node_comm.bcast(self.rank)      # a node is named by its lowest rank
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
         self.cores = len(set().union(*masks))
+        self._bound: list[tuple[int, ...]] = [()] * self.node_size    # NUMA domains of the memory of the node's ranks
         self._threads, self.crowded = 1, self.node_size > self.cores
         self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
 
@@ -143,9 +144,10 @@ class World:
         raise worst
 
     def place(self, threads: int | None = None, pinning: bool = True, root: str = "/") -> affinity.Placement:
-        """Decide this rank's cores and threads together with its node's ranks, and pin it; see affinity.plan.
+        """Decide this rank's cores and threads together with its node's ranks, pin it, bind its memory there.
 
-        Call before threads are started. ``threads``: --threads-per-rank, None = the rank's physical cores.
+        See affinity.plan and affinity.bind_memory. Call before threads are started and memory is touched.
+        ``threads``: --threads-per-rank, None = the rank's physical cores. ``pinning`` False leaves both alone.
         """
         if threads is not None and threads < 1:
             raise UsageError(f"--threads-per-rank {threads}: at least 1 is needed")
@@ -160,12 +162,18 @@ class World:
                 affinity.pin(place.cpus)
             except OSError as error:
                 warnings += (f"rank {self.rank} could not be pinned to CPUs {place.cpus}: {error.strerror}",)
+        bound, lines = affinity.bind_memory(place.memory, cores, root) if pinning else ((), ())
+        self._bound = self._node_comm.allgather(bound)
         self._threads = place.threads
         self.crowded = sum(self._node_comm.allgather(place.threads)) > self.cores
-        row = affinity.table_row(self.rank, self.host, place)
-        rows, lines = zip(*self.allgather((row, warnings)), strict=True)
+        row = affinity.table_row(self.rank, self.host, place, bound, self.free_nbytes(root))
+        rows, said = zip(*self.allgather((row, warnings + lines)), strict=True)
         return affinity.Placement(place.threads, place.cpus, place.domains, list(rows),
-                                  list(dict.fromkeys(line for part in lines for line in part)))
+                                  list(dict.fromkeys(line for part in said for line in part)), bound)
+
+    def free_nbytes(self, root: str = "/") -> int:
+        """Bytes that this rank may still take: its share of the node's, and of its NUMA domains' after ``place``."""
+        return memory.share_nbytes(self._bound, self.node_rank, root)
 
     def split(self, layout_tp: int, dp: int, mode: str = "shm", shared: bool = True, wire: str = "f32",
               timeout: float = TIMEOUT) -> Replica | None:

@@ -31,7 +31,7 @@ from mpillm.engine.scheduler import Limits as Budgets
 from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.errors import MpillmError, OutputError
 from mpillm.formats import hdf5
-from mpillm.machine import affinity, launch, memory
+from mpillm.machine import affinity, launch
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
@@ -146,9 +146,9 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     """Everything after the checks, on every rank."""
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
-    free = min(world.allgather(memory.available_nbytes() // world.node_size))
-    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
     placement = world.place(settings.threads_per_rank, settings.pin)
+    free = min(world.allgather(world.free_nbytes()))
+    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
@@ -278,7 +278,7 @@ def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split:
                  replica: collectives.Replica, sequences: list[Sequence]) -> int:
     """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
     share = split.partition.shares[replica.rank]
-    free = memory.available_nbytes() // world.node_size - setup.activation_bytes(settings, job.model, share)
+    free = world.free_nbytes() - setup.activation_bytes(settings, job.model, share)
     offer = setup.affordable_blocks(
         settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
     if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:
