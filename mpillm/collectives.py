@@ -7,6 +7,7 @@ through shared memory (machine/segment.py, jit/exchange.py), across nodes throug
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import os
@@ -17,9 +18,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from mpillm.errors import LaunchError, MpillmError, UsageError
+from mpillm.errors import MpillmError, UsageError
 from mpillm.machine import affinity, launch, memory, topology
 from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
+from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
 from mpillm.partition import Partition, Span, row_exchange
 
@@ -27,7 +29,6 @@ T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
 FAREWELL = 0.25                 # seconds before an abort: launchers forward last words late, or drop them
 MODES = ("shm", "mpi")
-FAKE_NODES = "MPILLM_FAKE_NODES"   # for tests: exchange as if the ranks were on so many nodes, or on those listed
 LOG = logging.getLogger("mpillm.exchange")
 
 
@@ -44,6 +45,7 @@ class World:
         self.node_rank, self.node_size = self._node_comm.Get_rank(), self._node_comm.Get_size()
         self.node = self._node_comm.bcast(self.rank)      # a node is named by its lowest rank
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
+        drop_library_segments()        # all have them open; whoever is killed later leaves nothing behind
         self.cores = len(set().union(*masks))
         self._bound: list[tuple[int, ...]] = [()] * self.node_size    # NUMA domains of the memory of the node's ranks
         self._threads, self.crowded = 1, self.node_size > self.cores
@@ -90,12 +92,18 @@ class World:
         receive_pieces(self._comm, data, source, self._chunk)
         return data
 
-    def barrier_quiet(self) -> None:
+    def barrier_quiet(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait for all ranks while sleeping: for long waits, which must not cost others their cores."""
         request, nap = self._comm.Ibarrier(), 1e-4
         while not request.Test():
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(nap)
             nap = min(1.5 * nap, 1e-2)
+
+    def mail(self) -> Mail:
+        """Messages that nobody waits for; all ranks call it together."""
+        return Mail(self._mpi, self._comm.Dup())
 
     def abort(self, code: int) -> None:
         """End all ranks at once with this exit code, without MPI's own words about it: say why before."""
@@ -190,7 +198,7 @@ class World:
         if layout_tp < 1 or dp < 1 or layout_tp * dp > self.size:
             raise UsageError(f"{dp} x {layout_tp} ranks are wanted, the job has {self.size}")
         index, rank = divmod(self.rank, layout_tp)
-        node, member = self._exchange_node(), index < dp
+        node, member = launch.exchange_node(os.environ, self.rank, self.size, self.node), index < dp
         nodes = self._comm.allgather(node)
         spans = any(len(set(nodes[i * layout_tp:(i + 1) * layout_tp])) > 1 for i in range(dp))
         self.wire = wire if spans and mode == "shm" else "f32"
@@ -203,17 +211,6 @@ class World:
         if mode == "mpi" and self.rank == 0:
             LOG.info("sums over ranks by MPI_Allreduce: their order is MPI's choice, and last bits may vary")
         return Replica(Group(self._mpi, comm, means), layout_tp, dp, index, mode)
-
-    def _exchange_node(self) -> int:
-        """The node of this rank, as far as exchanges are concerned."""
-        fake = os.environ.get(FAKE_NODES)
-        if not fake:
-            return self.node
-        try:
-            listed = [int(node) for node in fake.split(",")]
-        except ValueError:
-            raise LaunchError(f"{FAKE_NODES}={fake}: give a number of nodes, or each rank's node as 0,1,...") from None
-        return listed[self.rank % len(listed)] if len(listed) > 1 else self.rank * listed[0] // self.size
 
 
 _world: World | None = None     # MPI can be started once per process
@@ -238,6 +235,7 @@ def start() -> World:
         raise launch.missing(os.environ, error) from error
     launch.check_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     _world = World(MPI, MPI.COMM_WORLD.Dup())
+    atexit.register(drop_library_segments)      # MPICH makes more of them later, and finds its own gone
     return _world
 
 

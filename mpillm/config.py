@@ -32,7 +32,11 @@ class RunConfig:
     model: str | None = None
     output: str | None = None
     results: str | None = None
+    errors: str | None = None
     overwrite: bool = False
+    resume: bool = False
+    on_stop: str = "resume"
+    results_order: str = "input"
     logits: str = "none"
     logits_type: str = "f16"
     # the model in memory
@@ -53,6 +57,7 @@ class RunConfig:
     # the batch
     max_batch: int = 32
     prefill_chunk: int = 512
+    batching: str = "continuous"
     # defaults of the lines
     max_tokens: int = 256
     temperature: float = 1.0
@@ -68,6 +73,8 @@ class RunConfig:
     chat_template: str | None = None
     parse_special: bool = False
     # the run
+    time_limit: float | None = None
+    flush_every: float = 5.0
     progress_every: float = 10.0
     log_level: str = "info"
 
@@ -82,6 +89,15 @@ class RunConfig:
         _one_of("collectives", self.collectives, COLLECTIVES)
         _one_of("wire", self.wire, WIRES)
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
+        _one_of("batching", self.batching, ("continuous", "static"))
+        _one_of("on-stop", self.on_stop, ("resume", "expire"))
+        _one_of("results-order", self.results_order, ("input", "finished"))
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite: one keeps what an earlier run has done, the other deletes it")
+        if not 0 < self.flush_every <= 3600:
+            raise UsageError(f"--flush-every {self.flush_every:g} must be above 0 (seconds), at most 3600")
+        if self.time_limit is not None and self.time_limit <= 0:
+            raise UsageError(f"--time-limit {self.time_limit:g} s is over before it begins")
         for name in ("max_batch", "prefill_chunk", "tp", "threads_per_rank", "max_model_len", "kv_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -104,6 +120,13 @@ class RunConfig:
         if self.results is not None:
             return self.results
         return (self.output_path[:-3] if self.output_path.endswith(".h5") else self.output_path) + ".results.jsonl"
+
+    @property
+    def errors_path(self) -> str:
+        """Lines that expired; by default beside the HDF5 file with the suffix ``.errors.jsonl``."""
+        if self.errors is not None:
+            return self.errors
+        return (self.output_path[:-3] if self.output_path.endswith(".h5") else self.output_path) + ".errors.jsonl"
 
     def to_json(self) -> str:
         """The whole configuration as JSON text, as it is stored with the results."""
@@ -131,6 +154,18 @@ def parse_size(text: str | int) -> int:
     if size > 2**60:
         raise UsageError(f"size {str(text)[:40]} is more than any machine has")
     return int(size)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of '5400', '1:30:00', '2-12:00:00' (days, as SLURM writes them), '90m' or '36h'. Raises UsageError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)", text.strip())
+    if match:
+        days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        return 86400 * days + 3600 * hours + 60 * minutes + seconds
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if not match:
+        raise UsageError(f"time {text!r} is not one like 5400, 90m, 1:30:00 or 2-12:00:00")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def format_size(n_bytes: float) -> str:
@@ -181,6 +216,8 @@ def _checked(name: str, value: Any, kind: str) -> Any:
     """A value of the file, of the type that the option has."""
     if name == "kv_memory":
         return parse_size(value)
+    if name == "time_limit" and isinstance(value, str):
+        return parse_duration(value)
     if kind.startswith("tuple"):
         inner = str if "str" in kind else int
         if isinstance(value, list) and all(type(v) is inner for v in value):

@@ -11,7 +11,10 @@ code   meaning
 6      the memory of the ranks does not suffice
 7      the launch is wrong: MPI, ranks, cores
 8      a rank did not come to an exchange in time: stuck or killed
+9      `--on-stop expire`: stopped before the end; unfinished lines are in the errors file
 70     a fault of the program itself (a rank's unexpected exception)
+75     stopped by a signal or --time-limit before the end: start again with --resume
+128+N  a rank was killed by signal N
 =====  =================================================================
 """
 
@@ -69,6 +72,12 @@ class ExchangeError(MpillmError):
     """A rank did not come to an exchange before the deadline: it is stuck, or was killed."""
 
     exit_code = 8
+
+
+class Stopped(MpillmError):
+    """A signal or the time limit asked to stop before everything was done; EX_TEMPFAIL of sysexits.h."""
+
+    exit_code = 75
 
 
 class LineError(MpillmError):

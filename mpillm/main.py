@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from mpillm.errors import MpillmError, OutputError
+from mpillm.errors import MpillmError, OutputError, Stopped
 
 FAULT = 70                      # exit code of an unexpected exception
 INTERRUPTED = 130
+GUARDED = ("run", "perplexity", "bench")
 FRAMES = 6                      # of a traceback: the innermost ones
 
 
@@ -70,6 +71,8 @@ def exit_code(error: BaseException) -> int:
 
 def message(error: BaseException, who: str) -> str:
     """The text for standard error; empty when the error has been explained already."""
+    if isinstance(error, Stopped):
+        return f"mpillm: {who}" + " ".join(str(error).split())
     if isinstance(error, MpillmError):
         return f"mpillm: {who}error: " + " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
@@ -135,7 +138,17 @@ def as_module() -> int:
     from mpillm.cli import COMMANDS
 
     given = sys.argv[1:]
-    return main(given if given and given[0] in COMMANDS else ["run", *given])
+    return program(given if given and given[0] in COMMANDS else ["run", *given])
+
+
+def program(argv: list[str] | None = None) -> int:
+    """`mpillm`: a command of the command line, with a guard beside it where it computes on ranks."""
+    given = sys.argv[1:] if argv is None else argv
+    if not given or given[0] not in GUARDED or "-h" in given or "--help" in given:
+        return main(given)
+    from mpillm.machine.guard import guarded
+
+    return guarded(lambda: main(given))
 
 
 if __name__ == "__main__":

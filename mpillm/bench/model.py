@@ -23,7 +23,7 @@ from mpillm.bench.figures import Costs, Piece, SpeedTest, budget
 from mpillm.bench.machine import Ranks, Reader
 from mpillm.config import RunConfig, format_size
 from mpillm.engine.blocks import BlockLedger, blocks_for
-from mpillm.engine.generate import BatchLoop, Ends
+from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
 from mpillm.engine.kvcache import allocate, block_bytes
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
@@ -65,6 +65,10 @@ class _Sink:
     """Takes the engine's results and forgets them; a failed sequence ends the measurement."""
 
     failures: list[str] = field(default_factory=list)
+    steps: list[tuple[int, int, float, float, float, float]] = field(default_factory=list)
+
+    def step(self, record: tuple[int, int, float, float, float, float]) -> None:
+        self.steps.append(record)
 
     def result(self, result: Result) -> None:
         pass
@@ -108,7 +112,7 @@ def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
 
 
 def blocks_of(test: SpeedTest, amount: int) -> int:
-    """Cache blocks that the sequences of a run reserve together."""
+    """Cache blocks that the sequences of a run take together."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
     return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
@@ -130,7 +134,11 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
 
 def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Scheduler:
     chunk = max(chunk, len(sequences))       # a step's budget holds the first token of every sequence
-    return Scheduler(sequences, BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK))
+    scheduler = Scheduler(BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK),
+                          context_blocks=n_blocks // len(sequences), share=False)
+    refused = scheduler.add(sequences)
+    assert not refused, f"{n_blocks} blocks do not hold the sequences"
+    return scheduler
 
 
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
@@ -165,7 +173,8 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     before, began = kernel_seconds(loaded.model.model), time.perf_counter()
     loop = BatchLoop(loaded.model.model, cache, scheduler, sampler, replica, sink, Ends(frozenset(), 1 << 60),
                      keep_logits="none", text_stream=lambda sequence: None, replica=0, clock_start=began)
-    steps = loop.run()
+    loop.run()
+    steps = np.array(sink.steps, STEP_RECORD)
     ended = time.perf_counter() - began
     if sink.failures:
         raise ModelError(f"{loaded.name} cannot be measured: {sink.failures[0]}")

@@ -234,7 +234,7 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
         path = io.find_model(given.model)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         checkpoint.close()
-        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {})
+        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {}, 0)
 
     found = world.agree(job)
     weights = world.agree_all(lambda: Weights(open_checkpoint(found.path), found.model))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from typing import Any, NoReturn
 
 from mpillm import config
@@ -17,8 +19,12 @@ examples:
 
 exit codes: 0 done (lines that failed are error lines in the results), 2 an option, 3 the model,
 4 the prompts file, 5 an output, 6 memory, 7 the launch, 8 a rank that did not come to an exchange,
-70 a fault of the program
+9 expired (--on-stop expire), 70 a fault of the program, 75 stopped by a signal or --time-limit: start again
+with --resume, 128+N a rank was killed by signal N
 """
+
+
+BEFORE_END = 120.0         # seconds before the end of a SLURM job at which --time-limit auto stops
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +52,14 @@ def parser() -> argparse.ArgumentParser:
     files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
     files.add_argument("--results", metavar="FILE",
                        help="JSONL results (default: beside the output, .results.jsonl)")
+    files.add_argument("--errors", metavar="FILE",
+                       help="JSONL of lines that expired (default: beside the output, .errors.jsonl)")
     files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    files.add_argument("--resume", action="store_true",
+                       help="go on with an interrupted run of the same outputs, at any number of ranks; begin one "
+                            "where there is none")
+    files.add_argument("--results-order", choices=("input", "finished"),
+                       help="order of the results: of the prompts (default), or as they were finished")
     files.add_argument("--logits", choices=config.LOGITS,
                        help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
                             "each generated token), all (prompt too)")
@@ -74,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
     batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
+    batch.add_argument("--batching", choices=("continuous", "static"),
+                       help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
+                            "as a whole before the next one begins (static: slower, for comparison)")
 
     lines.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default 256)")
     lines.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
@@ -93,6 +109,14 @@ def parser() -> argparse.ArgumentParser:
     lines.add_argument("--parse-special", action="store_true",
                        help="special tokens written out in a prompt are meant (default: they are text)")
 
+    run.add_argument("--time-limit", type=_duration, metavar="T",
+                     help="stop after this time, as for SIGTERM: 5400, 90m, 1:30:00, or auto: two minutes before the "
+                          "end of the SLURM job")
+    run.add_argument("--on-stop", choices=("resume", "expire"),
+                     help="a run stopped before its end keeps its parts for --resume and ends with code 75 (default), "
+                          "or writes its outputs, puts the unfinished lines into the errors file and ends with code 9")
+    run.add_argument("--flush-every", type=float, metavar="S",
+                     help="seconds after which what is finished is on the disk (default 5)")
     run.add_argument("--progress-every", type=float, metavar="S",
                      help="seconds between progress lines off a terminal (default 10)")
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="default info")
@@ -124,6 +148,18 @@ def _split_options(split: Any) -> None:
 def _size(text: str) -> int:
     try:
         return config.parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _duration(text: str) -> float:
+    if text == "auto":
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        if not end.isdigit():
+            raise argparse.ArgumentTypeError("auto needs SLURM_JOB_END_TIME in the environment: give a time")
+        return int(end) - time.time() - BEFORE_END
+    try:
+        return config.parse_duration(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mpillm.config import RunConfig, format_size
-from mpillm.partition import Layout
 
 LOG = logging.getLogger("mpillm.run")
 SHOWN = 64   # rows of a table: more ranks than that are cut in the middle
@@ -62,34 +61,36 @@ def _memory(place: dict[str, Any]) -> str:
     return f"{size} of {place['memory domain']}" if place["memory domain"] else size
 
 
-def speed_table(per_rank: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> str:
-    """Seconds of the steps of each rank, (rank, steps, wait): computing, communicating, and waiting in that."""
+def speed_table(times: np.ndarray) -> str:
+    """Seconds of the steps of each rank (``hdf5_fold.TIMES``): computing, communicating, and waiting in that."""
     lines = []
-    for rank, steps, wait in per_rank:
-        total, exchange = float(steps["total_s"].sum()), float(steps["communication_s"].sum())
-        lines.append([rank, len(steps), f"{total:.2f}", f"{total - exchange:.2f}", f"{exchange:.2f}",
-                      f"{float(wait.sum()):.2f}", f"{100 * exchange / total if total else 0:.0f} %"])
+    for row in times:
+        total, exchange = float(row["total_s"]), float(row["communication_s"])
+        lines.append([row["rank"], row["steps"], f"{total:.2f}", f"{total - exchange:.2f}", f"{exchange:.2f}",
+                      f"{float(row['wait_s']):.2f}", f"{100 * exchange / total if total else 0:.0f} %"])
     return render("step time by rank", ["rank", "steps", "total s", "compute s", "communication s", "of it waiting s",
                                         "communication"], lines)
 
 
-def rates(steps: np.ndarray) -> tuple[float, float]:
-    """Prefill and decode tokens/s: tokens of steps with prompt rows over their time, and of the others."""
-    prefill = steps["rows_prefill"] > 0
-    seconds = steps["total_s"]
+def rates(times: np.ndarray) -> tuple[float, float]:
+    """Prefill and decode tokens/s of all replicas: tokens of steps with prompt rows over their time, and of the others.
+
+    Only roots count, since the ranks of a replica compute the same tokens.
+    """
+    roots = times[times["tp_rank"] == 0]
     fast = [0.0, 0.0]
-    for at, (chosen, tokens) in enumerate(((prefill, "rows_prefill"), (~prefill, "rows_decode"))):
-        spent = float(seconds[chosen].sum())
-        fast[at] = float(steps[tokens][chosen].sum()) / spent if spent else 0.0
+    for at, name in enumerate(("prefill", "decode")):
+        spent, tokens = roots[f"{name}_s"], roots[f"{name}_tokens"]
+        fast[at] = float((tokens[spent > 0] / spent[spent > 0]).sum())
     return fast[0], fast[1]
 
 
-def summarize(summary: dict[str, Any], settings: RunConfig, layout: Layout,
-              per_rank: Sequence[tuple[int, np.ndarray, np.ndarray]], seconds: float) -> None:
-    """Log the end of a run: what was done, how fast, and where the results are."""
-    LOG.info("%s", speed_table(per_rank))
-    roots = [steps for rank, steps, _ in per_rank if rank % layout.tp == 0]
-    prefill, decode = (sum(values) for values in zip(*map(rates, roots), strict=True))
+def summarize(summary: dict[str, Any], settings: RunConfig, seconds: float) -> None:
+    """Log the end of a run: what was done, how fast in the last attempt, and where the results are."""
+    times = summary["times"]
+    last = times[times["attempt"] == times["attempt"].max(initial=0)]
+    LOG.info("%s", speed_table(last))
+    prefill, decode = rates(last)
     answered = summary["requests"] - summary["failed"]
     LOG.info("done in %.1f s: %d request(s) answered, %d failed; %d prompt and %d generated tokens; "
              "prefill %.1f tokens/s, decode %.1f tokens/s", seconds, answered, summary["failed"],

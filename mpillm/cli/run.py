@@ -9,64 +9,48 @@ import logging
 import os
 import platform
 import time
-from array import array
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import setup
-from mpillm.engine.blocks import BlockLedger
-from mpillm.engine.generate import BatchLoop, Ends, sequences_of
-from mpillm.engine.kvcache import allocate
-from mpillm.engine.output import ReplicaOutput, results_part
+from mpillm.engine import resume, setup
+from mpillm.engine.expired import write_expired
+from mpillm.engine.feed import TIME_LIMIT, Desk, Line
 from mpillm.engine.progress import RunProgress
-from mpillm.engine.request import FailedLine, Limits, Request, Sampling, check_defaults, read_requests
-from mpillm.engine.sampling import Sampler
-from mpillm.engine.scheduler import Limits as Budgets
-from mpillm.engine.scheduler import Scheduler, Sequence
-from mpillm.errors import MpillmError, OutputError
-from mpillm.formats import hdf5
-from mpillm.machine import affinity, launch
+from mpillm.engine.replica import Job, LineReader, run_replica, serve_others, time_left
+from mpillm.errors import MpillmError, Stopped, UsageError
+from mpillm.formats.part_scan import finished
+from mpillm.formats.parts import RankPart
+from mpillm.formats.prompts import PromptFile
+from mpillm.machine import affinity, guard, launch, signals
+from mpillm.machine.mail import Mail
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
 from mpillm.partition import Layout, Span, balance, describe
 
-if TYPE_CHECKING:
-    from mpillm.engine.text import TextStream  # only roots need a tokenizer, and what it imports
-
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
+EXPIRED = 9            # exit code of a run that stopped and will not be resumed
+GRACE = 15.0           # seconds that a guard waits beyond --exchange-timeout: who exchanges can name the missing rank
 VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
 
 
 @dataclass
-class Batch:
-    """What rank 0 alone has: the prompts' lines, of which replicas get shares, their tokenizer, the outputs."""
+class Hold:
+    """What rank 0 alone has: the prompts' lines, their tokenizer, the outputs."""
 
     tokenizer: Any | None = None
     outputs: io.Outputs | None = None
-    requests: list[Request] = field(default_factory=list)
-    failed: list[FailedLine] = field(default_factory=list)
-
-
-@dataclass
-class Job:
-    """What rank 0 found out before anything is loaded; told to all."""
-
-    path: str
-    model: ModelConfig
-    parts: str
-    context: int
-    eos_ids: frozenset[int]
-    created: int                     # seconds since 1970
-    versions: dict[str, str]
+    prompts: PromptFile | None = None
+    what: dict[str, Any] = field(default_factory=dict)      # run.json
+    done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))    # by line: an earlier attempt finished it
 
 
 def run(argv: list[str] | None) -> int:
@@ -75,41 +59,94 @@ def run(argv: list[str] | None) -> int:
         if launch.is_first(os.environ):
             options.parser().print_help()
         return 0
+    guard.board().say("starting MPI")
     world = collectives.start()
+    guard.board().name(f"rank {world.rank} (host {world.host}, process {os.getpid()})")
     clock = time.perf_counter()
     settings = world.agree(lambda: options.parse(argv))
     log.setup(world.rank, world.host, settings.log_level)
-    batch = Batch()
-    job = world.agree(lambda: prepare(settings, batch))
+    hold = Hold()
+    guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
+    job = world.agree(lambda: prepare(settings, hold))
     try:
-        _work(world, settings, job, batch, clock)
+        return 0 if job is None else _work(world, settings, job, hold, clock)
     finally:
-        if batch.outputs is not None:
-            batch.outputs.release()
-    return 0
+        if hold.outputs is not None:
+            hold.outputs.release()
 
 
-def prepare(settings: RunConfig, batch: Batch) -> Job:
-    """On rank 0: outputs, model and prompts are usable; fills ``batch``. Raises MpillmError."""
+def prepare(settings: RunConfig, hold: Hold) -> Job | None:
+    """On rank 0: outputs, model and prompts are usable; fills ``hold``. Raises MpillmError.
+
+    None when the outputs are complete already and --resume finds nothing to do.
+    """
     io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
         ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
-    batch.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite)
+    hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
+    if hold.outputs.finished:
+        LOG.info("nothing to resume: %s and %s are complete", settings.output_path, settings.results_path)
+        return None
     try:
         io.check_template(settings.chat_template)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
-            batch.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
+            hold.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
+            identity = resume.identity(settings, model, checkpoint, template_of(settings))
         context = setup.context_of(settings, model)
-        read_prompts(settings, model, context, tokenizer, batch)
+        LineReader(settings, model, context, tokenizer)     # its defaults are checked
+        attempt = find_begun(settings, hold, identity)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, batch.outputs.parts, context, eos_ids, int(time.time()), versions())
+        return Job(path, model, hold.outputs.parts, context, eos_ids, hold.what["created"], versions(), attempt)
     except MpillmError:
-        batch.outputs.release()
+        hold.outputs.release()
         raise
+
+
+def template_of(settings: RunConfig) -> bytes | None:
+    """The chat template that was given. Raises UsageError."""
+    if settings.chat_template is None:
+        return None
+    try:
+        with open(settings.chat_template, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"--chat-template {settings.chat_template}: {error.strerror}") from None
+
+
+def find_begun(settings: RunConfig, hold: Hold, identity: dict[str, Any]) -> int:
+    """Which attempt this is: 0, or with --resume the next one of a run that had begun, which must be the same.
+
+    Fills the rest of ``hold``. Raises UsageError, InputError, OutputError.
+    """
+    assert hold.outputs is not None, "rank 0 holds the outputs"
+    prompts = hold.prompts = PromptFile(settings.prompts, hold.outputs.parts)
+    begun = resume.load(hold.outputs.parts) if settings.resume else None
+    if begun is None:
+        prompts.index()
+        hold.done = np.zeros(prompts.count, bool)
+        hold.what = {"identity": identity, "created": int(time.time()), "mpillm_version": __version__}
+        return 0
+    resume.check_same(begun["identity"], identity)
+    prompts.compare()
+    found = finished(hold.outputs.parts)
+    hold.what, hold.done = begun, np.zeros(prompts.count, bool)
+    hold.done[found.indices[found.indices < prompts.count]] = True
+    LOG.info("resuming: %d of %d lines are done", int(hold.done.sum()), prompts.count)
+    return found.next_attempt
+
+
+def begin(hold: Hold) -> None:
+    """On rank 0: all is ready to run; what an earlier run left goes, unless it is resumed. Raises OutputError."""
+    if hold.outputs is None or hold.prompts is None:
+        return
+    hold.outputs.begin()
+    if not os.path.exists(os.path.join(hold.outputs.parts, resume.FILE)):
+        hold.prompts.keep()
+        resume.save(hold.outputs.parts, hold.what)
 
 
 def versions() -> dict[str, str]:
@@ -126,24 +163,8 @@ def open_tokenizer(path: str, checkpoint: Any, settings: RunConfig) -> Any | Non
     return tokenizer_from_folder(checkpoint.path, settings.chat_template)
 
 
-def read_prompts(settings: RunConfig, model: ModelConfig, context: int, tokenizer: Any | None, batch: Batch) -> None:
-    """All lines of the prompts file, checked, into ``batch``. Raises InputError, UsageError."""
-    limits = Limits(vocab=model.vocab, max_positions=context, bos_id=model.bos_id, model=model.name,
-                    parse_special=settings.parse_special)
-    defaults = check_defaults(Sampling(
-        max_tokens=settings.max_tokens, temperature=settings.temperature, top_p=settings.top_p,
-        top_k=settings.top_k, min_p=settings.min_p, stop=settings.stop, stop_token_ids=settings.stop_token_ids,
-        ignore_eos=settings.ignore_eos, n=settings.n, logprobs=settings.logprobs), limits, tokenizer is not None)
-    for line in read_requests(io.prompt_lines(settings.prompts), defaults, tokenizer, limits):
-        if isinstance(line, Request):
-            # An array takes 4 bytes a token, a tuple of integers some 36
-            batch.requests.append(dataclasses.replace(line, prompts=tuple(array("i", p) for p in line.prompts)))
-        else:
-            batch.failed.append(line)
-
-
-def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, clock: float) -> None:
-    """Everything after the checks, on every rank."""
+def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, clock: float) -> int:
+    """Everything after the checks, on every rank; the exit code."""
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
     placement = world.place(settings.threads_per_rank, settings.pin)
@@ -154,23 +175,67 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, batch: Batch,
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
                           timeout=settings.exchange_timeout)
     if world.rank == 0:
-        announce(world, settings, job, batch, split, placement)
+        announce(world, settings, job, hold, split, placement)
+    guard.board().say("compiling or loading kernels")
     compile_kernels(world, settings, job.model, weights)
 
     model = load(world, settings, job, split, replica, weights)
-    world.agree(lambda: batch.outputs.begin() if batch.outputs is not None else None)
-    requests = world.scatter(shares(batch, split.layout, world.size) if world.rank == 0 else ())
-    outcome = None
-    if replica is not None and model is not None:
-        outcome = run_replica(world, settings, job, split, replica, model, requests, checkpoint, placement, clock,
-                              batch)
-    finish(world, settings, job, batch, split, placement, outcome, clock)
+    world.agree_all(lambda: signals.check("before its first step"))
+    world.agree(lambda: begin(hold))
+    mail = world.mail()
+    desk = open_desk(settings, hold, mail, split.layout, clock)
+    own = rank_part(world, settings, job, split, replica, placement, model.nbytes if model is not None else 0)
+    paths = [own.path]
+    if replica is None or model is None:
+        own.close()
+    else:
+        tokenizer = hold.tokenizer
+        if replica.is_root and world.rank:
+            tokenizer = open_tokenizer(job.path, checkpoint, settings)
+        guard.board().limit(settings.exchange_timeout + GRACE, settings.exchange_timeout)
+        paths = run_replica(world, settings, job, split, replica, model, own, tokenizer, clock, mail, desk)
+        guard.board().limit(0, 0)
+    guard.board().say("waiting for the other replicas")
+    if desk is not None:
+        serve_others(desk)
+    world.barrier_quiet(Messenger(mail))
+    return finish(world, settings, job, hold, split, paths, desk, clock)
 
 
-def shares(batch: Batch, layout: Layout, ranks: int) -> list[list[Request]]:
-    """The requests of each rank's replica: every dp-th line."""
-    replicas = [batch.requests[index::layout.dp] for index in range(layout.dp)]
-    return [replicas[rank // layout.tp] if rank < layout.tp * layout.dp else [] for rank in range(ranks)]
+def rank_part(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+              replica: collectives.Replica | None, placement: affinity.Placement, weight_bytes: int) -> RankPart:
+    """The journal of this rank, which says what it is."""
+    logits, index, tp_rank = None, -1, -1
+    if replica is not None:
+        index, tp_rank = replica.index, replica.rank
+        if settings.logits != "none":
+            vocab = split.partition.shares[tp_rank].vocab
+            logits = vocab.start, vocab.stop, settings.logits_type
+    part = RankPart(job.parts, job.attempt, world.rank, index, tp_rank, settings.flush_every, logits=logits)
+    part.describe(_rank_row(world.rank, index, tp_rank, weight_bytes, split, placement, job, settings))
+    return part
+
+
+def open_desk(settings: RunConfig, hold: Hold, mail: Mail, layout: Layout, clock: float) -> Desk | None:
+    """On rank 0: what hands out the lines."""
+    if hold.prompts is None:
+        return None
+    progress = RunProgress(hold.prompts.count, settings.progress_every, done=int(hold.done.sum()))
+    lines = (Line(*line) for line in hold.prompts.lines() if not hold.done[line[0]])
+    return Desk(lines, mail, [index * layout.tp for index in range(layout.dp)], settings.max_tokens, progress,
+                time_left(settings, clock))
+
+
+class Messenger:
+    """Tells rank 0 of a signal that a rank hears while it waits for the end."""
+
+    def __init__(self, mail: Mail) -> None:
+        self._mail, self._told = mail, mail.rank == 0
+
+    def __call__(self) -> None:
+        if not self._told and signals.heard():
+            self._mail.send(0, ("stop", signals.heard()))
+            self._told = True
 
 
 def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelConfig, weights: Weights) -> None:
@@ -203,154 +268,42 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
     return model
 
 
-@dataclass
-class Outcome:
-    """What a rank of a replica has to report when its requests are done."""
-
-    replica: int
-    tp_rank: int
-    steps: np.ndarray
-    failures: list[FailedLine]
-    weight_bytes: int
-    parts: list[str]
+def finish(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
+           paths: list[str], desk: Desk | None, clock: float) -> int:
+    """Rank 0 makes the outputs from the parts and prints the summary; the exit code of all. Raises Stopped."""
+    journals = world.gather(paths)
+    guard.board().say("writing the outputs" if world.rank == 0 else "waiting while rank 0 writes the outputs")
+    return world.agree(lambda: _conclude(world, settings, job, hold, split, journals or [], desk, clock))
 
 
-def run_replica(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, model: setup.LoadedModel, requests: list[Request], checkpoint: Any,
-                placement: affinity.Placement, clock: float, batch: Batch) -> Outcome:
-    """Run the replica's share of the requests, leave the results in part files."""
-    share = split.partition.shares[replica.rank]
-    widest = max(other.vocab.size for other in split.partition.shares)
-    ends = Ends(job.eos_ids, job.context)
-    sequences = sequences_of(requests, ends, settings.seed)
-    n_blocks = cache_blocks(world, settings, job, split, replica, sequences)
-    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
-    LOG.info("cache: %d blocks of %d positions, %s on rank %d", n_blocks, kernels.BLOCK,
-             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
-    scheduler = Scheduler(sequences, BlockLedger(n_blocks),
-                          Budgets(settings.max_batch, settings.prefill_chunk, kernels.BLOCK))
-    del sequences                    # the scheduler lets go of those that are finished
-    tokenizer = batch.tokenizer
-    if replica.is_root and world.rank:
-        tokenizer = open_tokenizer(job.path, checkpoint, settings)
-
-    def text_stream(sequence: Sequence) -> TextStream | None:
-        if tokenizer is None:
-            return None
-        from mpillm.engine.text import TextStream
-
-        s = sequence.request.sampling
-        return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
-                          s.include_stop_str_in_output)
-
-    with open_output(world, settings, job, split, replica, tokenizer, placement, len(requests)) as output:
-        for line in batch.failed:
-            output.reject(line)
-        sampler = Sampler(replica, share.vocab.start, widest)
-        loop = BatchLoop(model.model, cache, scheduler, sampler, replica, output, ends, keep_logits=settings.logits,
-                         text_stream=text_stream, replica=replica.index, clock_start=clock)
-        try:
-            steps = loop.run()
-        except OutputError as error:
-            raise OutputError(f"{error} (what was finished before lies in {job.parts})") from None
-    if world.rank == 0 and replica.dp > 1:
-        LOG.info("replica 0 is done; waiting for the other %d", replica.dp - 1)
-    return Outcome(replica.index, replica.rank, steps, output.failures, model.nbytes, output.hdf5_parts)
-
-
-def open_output(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                replica: collectives.Replica, tokenizer: Any | None, placement: affinity.Placement,
-                n_requests: int) -> ReplicaOutput:
-    """The part files of this rank, and on rank 0 the progress."""
-    vocab = split.partition.shares[replica.rank].vocab
-    logits = progress = None
-    if settings.logits != "none":
-        path = hdf5.logits_part_path(job.parts, replica.index, replica.rank)
-        logits = hdf5.LogitsPart(path, vocab.start, vocab.stop, settings.logits_type, threads=placement.threads)
-    if world.rank == 0:
-        of = f" (replica 0 of {replica.dp})" if replica.dp > 1 else ""
-        progress = RunProgress(n_requests, settings.progress_every, of)
-    return ReplicaOutput(job.parts, replica.index, is_root=replica.is_root, logits=logits, tokenizer=tokenizer,
-                         run_seed=settings.seed, created=job.created, progress=progress)
-
-
-def cache_blocks(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-                 replica: collectives.Replica, sequences: list[Sequence]) -> int:
-    """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
-    share = split.partition.shares[replica.rank]
-    free = world.free_nbytes() - setup.activation_bytes(settings, job.model, share)
-    offer = setup.affordable_blocks(
-        settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
-    if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:
-        LOG.warning("--kv-memory %s is more than the %s that are free on a rank: that much is taken",
-                    format_size(settings.kv_memory), format_size(max(free, 0)))
-    offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
-    agreed = np.zeros(1, np.int64)
-    if offers is not None:
-        agreed[0] = setup.agree_on_blocks(settings, setup.wanted_blocks(sequences, settings.max_batch),
-                                          [None if o[0] < 0 else int(o[0]) for o in offers])
-    replica.bcast(agreed)
-    return int(agreed[0])
-
-
-def finish(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
-           placement: affinity.Placement, outcome: Outcome | None, clock: float) -> None:
-    """Rank 0 folds the parts into the two outputs and prints the summary."""
-    outcomes = world.gather(outcome)
-    if outcomes is None:
-        world.agree(lambda: None)
-        return
-    world.agree(lambda: _fold(world, settings, job, batch, split, placement, outcomes, clock))
-
-
-def _fold(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
-          placement: affinity.Placement, outcomes: list[Outcome | None], clock: float) -> None:
-    done = [outcome for outcome in outcomes if outcome is not None]
-    failures = batch.failed + [failed for outcome in done for failed in outcome.failures]
-    waits = waiting(done)
-    steps = hdf5.step_table(
-        (outcome.replica, rank, number, record["rows_prefill"], record["rows_decode"], record["start_s"],
-         record["total_s"] - record["communication_s"], record["communication_s"] - wait, wait)
-        for rank, outcome in enumerate(outcomes) if outcome is not None
-        for number, (record, wait) in enumerate(zip(outcome.steps, waits[outcome.replica, outcome.tp_rank],
-                                                    strict=True)))
-    ranks = hdf5.rank_table(_rank_row(rank, outcome, split, placement, job, settings)
-                            for rank, outcome in enumerate(outcomes))
-    assert batch.outputs is not None, "rank 0 holds the outputs"
-    batch.outputs.merge_results(results_part(job.parts, index) for index in range(split.layout.dp))
-    summary = hdf5.fold(settings.output_path, job.parts, _header(world, settings, job, split), steps, ranks,
-                        [(f.index, f.line, f.custom_id, f.status, f.message) for f in failures],
-                        settings.overwrite, expected=[part for outcome in done for part in outcome.parts])
-    batch.outputs.commit_results()
-    if failures:
-        LOG.warning("%d line(s) failed, the first: %s", len(failures), min(failures, key=lambda f: f.index).message)
-    report.summarize(summary, settings, split.layout, [(rank, outcome.steps, waits[outcome.replica, outcome.tp_rank])
-                                                       for rank, outcome in enumerate(outcomes) if outcome is not None],
-                     time.perf_counter() - clock)
-
-
-def waiting(outcomes: list[Outcome]) -> dict[tuple[int, int], np.ndarray]:
-    """Of each rank's communication in each step, the part that was waiting for slower ranks.
-
-    Over shared memory it is measured. Over MPI it is inferred: the rank that comes last to a step's exchanges
-    waits least, so what another spends beyond the least time of its replica in the step is waiting.
-    """
-    found = {}
-    for replica in {outcome.replica for outcome in outcomes}:
-        members = [outcome for outcome in outcomes if outcome.replica == replica]
-        least = np.min([member.steps["communication_s"] for member in members], axis=0)
-        for member in members:
-            inferred = member.steps["communication_s"] - least
-            measured = np.minimum(member.steps["waited_s"], member.steps["communication_s"])
-            found[replica, member.tp_rank] = measured if measured.any() else inferred
-    return found
+def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
+              journals: list[list[str]], desk: Desk | None, clock: float) -> int:
+    assert hold.outputs is not None and hold.prompts is not None and desk is not None, "rank 0 has all of them"
+    desk.close()
+    count, n_done = hold.prompts.count, int(hold.done.sum()) + desk.n_finished
+    stopped = desk.stop and n_done < count
+    why = "--time-limit" if desk.stop == TIME_LIMIT else signals.name(desk.stop)
+    if stopped and settings.on_stop == "resume":
+        raise Stopped(f"stopped by {why} with {n_done} of {count} lines done: the same command with --resume does the "
+                      "others")
+    if stopped:
+        write_expired(settings.errors_path, hold.prompts.lines(), finished(job.parts).indices)
+        LOG.warning("stopped by %s: %d of %d lines expired: %s", why, count - n_done, count, settings.errors_path)
+    summary = hold.outputs.finish(_header(world, settings, job, split, hold), settings.results_order,
+                                  expected=[path for own in journals for path in own])
+    if summary["failed"]:
+        LOG.warning("%d line(s) failed, the first: %s", summary["failed"], summary["first_error"])
+    if summary["warning"]:
+        LOG.warning("%s", summary["warning"])
+    report.summarize(summary, settings, time.perf_counter() - clock)
+    return EXPIRED if stopped else 0
 
 
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
     return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
 
 
-def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Batch, split: setup.Split,
+def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
              placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
     layout, model = split.layout, job.model
@@ -360,8 +313,6 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
              model.head_dim, model.intermediate, model.vocab)
     LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
              f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
-    if layout.dp > max(len(batch.requests), 1):
-        LOG.info("%d of %d replicas have no request and stay idle", layout.dp - len(batch.requests), layout.dp)
     rows = describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
@@ -375,34 +326,38 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, batch: Bat
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
         LOG.warning("%s", line)
-    LOG.info("prompts: %d lines to run, %d with errors", len(batch.requests), len(batch.failed))
+    assert hold.prompts is not None, "rank 0 has the prompts"
+    LOG.info("prompts: %d lines", hold.prompts.count)
 
 
-def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split) -> dict[str, Any]:
+def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
+            hold: Hold) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
     layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
              "kv_type": settings.kv_type}
-    return {"mpillm_version": __version__, "config": settings.to_json(), "layout": json.dumps(layout),
+    assert hold.prompts is not None, "rank 0 has the prompts"
+    return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
+            "config": settings.to_json(), "layout": json.dumps(layout),
             "model": json.dumps(model), "processor": world.processor,
             "versions": json.dumps({**job.versions, "mpi": world.library})}
 
 
-def _rank_row(rank: int, outcome: Outcome | None, split: setup.Split, placement: affinity.Placement, job: Job,
-              settings: RunConfig) -> dict[str, Any]:
-    """One row of /ranks."""
+def _rank_row(rank: int, replica: int, tp_rank: int, weight_bytes: int, split: setup.Split,
+              placement: affinity.Placement, job: Job, settings: RunConfig) -> dict[str, Any]:
+    """One row of /ranks; ``replica`` -1 for an idle rank."""
     place = placement.table[rank]
     row = {"rank": rank, "host": place["host"], "cores": str(place["cores"]), "numa": str(place["NUMA domain"]),
-           "threads": place["threads"], "replica": -1, "tp_rank": -1, "weight_bytes": 0, "kv_bytes_per_token": 0}
+           "threads": place["threads"], "replica": replica, "tp_rank": tp_rank, "weight_bytes": weight_bytes,
+           "kv_bytes_per_token": 0}
     nothing = Span(0, 0)
     spans = {"head": nothing, "kv_head": nothing, "column": nothing, "vocab": nothing}
-    if outcome is not None:
-        share = split.partition.shares[outcome.tp_rank]
+    if replica >= 0:
+        share = split.partition.shares[tp_rank]
         spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
-        row.update(replica=outcome.replica, tp_rank=outcome.tp_rank, weight_bytes=outcome.weight_bytes,
-                   kv_bytes_per_token=round(_cache_token_bytes(settings, job, split, outcome.tp_rank)))
+        row["kv_bytes_per_token"] = round(_cache_token_bytes(settings, job, split, tp_rank))
     for name, span in spans.items():
         row[f"{name}_start"], row[f"{name}_stop"] = span.start, span.stop
     return row

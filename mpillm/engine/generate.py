@@ -17,14 +17,18 @@ from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_t
 from mpillm.engine.sampling import CONTINUE, FINISHED, NONE_ALLOWED, NOT_FINITE, Decision, Row, Sampler
 from mpillm.engine.scheduler import Part, Scheduler, Sequence
 from mpillm.kernels import LayerCache, Rows
+from mpillm.machine.guard import board
 from mpillm.models.llama import Llama
 
 if TYPE_CHECKING:
+    from mpillm.engine.link import Link
     from mpillm.engine.text import TextStream
 
 STEP_RECORD = np.dtype([("rows_prefill", np.int32), ("rows_decode", np.int32), ("start_s", np.float64),
                         ("total_s", np.float64), ("communication_s", np.float64), ("waited_s", np.float64)])
 
+
+IDLE = 2e-3            # seconds between looks for requests when nothing runs
 
 # What a line is told that could not be finished: message, code, status.
 FAILURES = {
@@ -53,6 +57,9 @@ class Sink(Protocol):
 
     def logits(self, keys: np.ndarray, logits: np.ndarray) -> None: ...
 
+    def step(self, record: tuple[int, int, float, float, float, float]) -> None:
+        """One step's figures, in the order of ``STEP_RECORD``."""
+
     def progress(self, prefilled: int, generated: int, finished: int) -> None: ...
 
 
@@ -79,15 +86,21 @@ class _Live:
     first_token: float | None = None
 
 
-def sequences_of(requests: list[Request], ends: Ends, run_seed: int) -> list[Sequence]:
-    """One sequence for each item and sample of the requests, in order."""
+def sequences_of(requests: list[Request], ends: Ends, run_seed: int, keep_logits: str = "none",
+                 salt: Callable[[int], bytes] = lambda length: b"") -> list[Sequence]:
+    """One sequence for each item and sample of the requests, in order.
+
+    ``salt(prompt length)``: what keys and values depend on beside the token ids (`Rope.salt`).
+    """
     found = []
     for request in requests:
+        whole = request.sampling.prompt_logprobs is not None or keep_logits == "all"
         for item, prompt in enumerate(request.prompts):
             ids = np.asarray(prompt, np.int32)      # shared by the samples
             found += [Sequence(request, item, sample, ids,
                                resolve_max_tokens(request.sampling, len(ids), ends.context),
-                               sequence_seed(run_seed, request, item, sample))
+                               sequence_seed(run_seed, request, item, sample), whole_prompt=whole,
+                               salt=salt(len(ids)))
                       for sample in range(request.sampling.n)]
     return found
 
@@ -97,23 +110,55 @@ class BatchLoop:
 
     def __init__(self, model: Llama, cache: list[LayerCache], scheduler: Scheduler, sampler: Sampler,
                  ticker: Ticker, sink: Sink, ends: Ends, *, keep_logits: str,
-                 text_stream: Callable[[Sequence], TextStream | None], replica: int, clock_start: float) -> None:
+                 text_stream: Callable[[Sequence], TextStream | None], replica: int, clock_start: float,
+                 link: Link | None = None, run_seed: int = 0) -> None:
+        """``link``: where more requests come from, and the wish to stop; the sampler's exchange. Without one the
+        loop runs what was added to the scheduler."""
         self.model, self.cache, self.scheduler, self.sampler = model, cache, scheduler, sampler
-        self.ticker, self.sink, self.ends = ticker, sink, ends
+        self.ticker, self.sink, self.ends, self.link, self.run_seed = ticker, sink, ends, link, run_seed
         self.keep_logits, self.text_stream, self.replica = keep_logits, text_stream, replica
         self.clock_start = clock_start
         self.is_root = sampler.exchange.is_root
         self._live: dict[Sequence, _Live] = {}
         self._finished: dict[int, dict[tuple[int, int], tuple[Choice, Timing, _Live]]] = {}
         self._broken: dict[int, tuple[str, str, int]] = {}
-        self.steps: list[tuple[int, int, float, float, float, float]] = []
+        self.n_steps = 0
 
-    def run(self) -> np.ndarray:
-        """Run until nothing waits; a record of every step (``STEP_RECORD``)."""
-        self._refuse()
-        while parts := self.scheduler.plan():
-            self._step(parts)
-        return np.array(self.steps, STEP_RECORD)
+    def run(self) -> int:
+        """Run until nothing is left, or until the link says to stop; why, 0: everything is done."""
+        while True:
+            parts = self.scheduler.plan()
+            if parts:
+                board().say(f"computing step {self.n_steps}, {len(parts)} sequences, "
+                            f"{sum(part.count for part in parts)} rows")
+                self._step(parts)
+            if self.link is None:
+                if not parts:
+                    return 0
+                continue
+            requests = self.link.news()
+            if self.link.stop:
+                return self.link.stop
+            if requests:
+                self._admit(requests)
+            elif not parts:
+                if self.link.closed:
+                    return 0
+                board().say("waiting for requests")
+                time.sleep(IDLE)
+
+    def _admit(self, requests: list[Request]) -> None:
+        """Requests join the batch; those that the empty cache could not hold fail."""
+        refused = self.scheduler.add(sequences_of(
+            requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt))
+        ledger, block = self.scheduler.ledger, self.scheduler.limits.block
+        for sequence, blocks in refused if self.is_root else ():
+            self.sink.failed(sequence.request, (
+                f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} needs {blocks} cache "
+                f"blocks, the whole cache has {ledger.n_blocks} ({ledger.n_blocks * block} positions): "
+                "raise --kv-memory or lower max_tokens"), "cache_too_small", 400)
+        if refused:
+            self.sink.progress(0, 0, len(refused))
 
     def _now(self) -> float:
         return time.perf_counter() - self.clock_start
@@ -141,7 +186,7 @@ class BatchLoop:
         starts = np.array([p.start for p in parts])
         slots = np.array([p.sequence.slot for p in parts])
         prompts = np.array([len(p.sequence.prompt) for p in parts])
-        if max(counts) == 1 and all(p.sequence.generated for p in parts):
+        if all(p.decodes for p in parts):
             tokens, positions = np.array([p.sequence.generated[-1] for p in parts], np.int64), starts
         else:
             tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
@@ -159,10 +204,9 @@ class BatchLoop:
 
     def _wanted_positions(self, part: Part) -> range:
         """Positions of a part whose next-token logits are computed."""
-        s = part.sequence.request.sampling
         stop = part.start + part.count
-        if s.prompt_logprobs is not None or self.keep_logits == "all":
-            return range(part.start, stop)
+        if part.sequence.whole_prompt:      # rows that are recomputed after a preemption were dealt with before
+            return range(max(part.start, part.sequence.scored), stop)
         if part.completes and (part.sequence.max_tokens or self.keep_logits != "none"):
             return range(stop - 1, stop)
         return range(0)
@@ -261,13 +305,12 @@ class BatchLoop:
         end, prefilled, generated = self._now(), 0, 0
         for part in parts:
             sequence, live = part.sequence, self._live[part.sequence]
-            if part.start < len(sequence.prompt):
-                prefilled += part.count
-                if part.start + part.count == len(sequence.prompt):
-                    live.prefilled = end
-                    if sequence.max_tokens == 0:
-                        sequence.finished = True
-            generated += bool(sequence.generated) and part.start + part.count >= len(sequence.prompt)
+            prefilled += 0 if part.decodes else part.count
+            if part.completes and live.prefilled is None:
+                live.prefilled = end
+                if sequence.max_tokens == 0:
+                    sequence.finished = True
+            generated += part.completes and bool(sequence.generated)
             if sequence.generated and live.first_token is None:
                 live.first_token = end
         finished = [part.sequence for part in parts if part.sequence.finished]
@@ -275,7 +318,8 @@ class BatchLoop:
         n_done = sum(self._collect(sequence, end) for sequence in finished)
         total = self._now() - start
         decoded = sum(part.count for part in parts) - prefilled
-        self.steps.append((prefilled, decoded, start, total, self.ticker.seconds, self.ticker.waited - waited))
+        self.n_steps += 1
+        self.sink.step((prefilled, decoded, start, total, self.ticker.seconds, self.ticker.waited - waited))
         self.sink.progress(prefilled, generated, n_done)
 
     def _collect(self, sequence: Sequence, now: float) -> bool:
@@ -313,18 +357,3 @@ class BatchLoop:
             scores = [[None, *done[item * request.sampling.n][2].prompt_scores]
                       for item in range(len(request.prompts))]
         self.sink.result(Result(request, [c for c, _, _ in done], [t for _, t, _ in done], self.replica, scores))
-
-    def _refuse(self) -> None:
-        """Sequences that can never run fail their whole requests, each once."""
-        ledger, block = self.scheduler.ledger, self.scheduler.limits.block
-        too_long: dict[int, tuple[Sequence, int]] = {}
-        for sequence, blocks in self.scheduler.refused():
-            too_long.setdefault(sequence.request.index, (sequence, blocks))
-        self.scheduler.drop(set(too_long))
-        for sequence, blocks in too_long.values() if self.is_root else ():
-            self.sink.failed(sequence.request, (
-                f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} needs {blocks} cache "
-                f"blocks, the whole cache has {ledger.n_blocks} ({ledger.n_blocks * block} positions): "
-                "raise --kv-memory or lower max_tokens"), "cache_too_small", 400)
-        if too_long:
-            self.sink.progress(0, 0, len(too_long))

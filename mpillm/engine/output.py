@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import time
 from typing import Any
 
 import numpy as np
 
-from mpillm.engine.progress import RunProgress
+from mpillm.engine.feed import Tally
+from mpillm.engine.generate import STEP_RECORD
 from mpillm.engine.request import FailedLine, Request, Result, sequence_seed
 from mpillm.engine.results import error_line, result_line
 from mpillm.errors import OutputError
-from mpillm.formats.hdf5_parts import LogitsPart, ReplicaPart, SequenceRecord, replica_part_path
-from mpillm.formats.results import ResultsPart
+from mpillm.formats.parts import RankPart, RequestsPart, SequenceRecord
 
 
 class ReplicaOutput:
-    """A ``generate.Sink``: the root writes requests, every rank the logits of its vocabulary rows."""
+    """A ``generate.Sink``: the root writes requests, every rank its steps and the logits of its vocabulary rows.
 
-    def __init__(self, parts_dir: str, replica: int, *, is_root: bool, logits: LogitsPart | None,
-                 tokenizer: Any | None, run_seed: int, created: int, progress: RunProgress | None) -> None:
-        self.logits_part, self.tokenizer = logits, tokenizer
-        self.replica, self.run_seed, self.created, self.progress_shown = replica, run_seed, created, progress
-        self.finished = self.generated = self.prefilled = 0
-        self._root = _RootParts(parts_dir, replica) if is_root else None
-        self._parts = [part for part in (*(self._root.parts if self._root else ()), logits) if part is not None]
-        self.hdf5_parts = [part.path for part in self._parts
-                           if not isinstance(part, ResultsPart) and part.path is not None]
-        self.failures: list[FailedLine] = []
+    ``own``: the rank's part, closed with this. ``keeps_logits``: whether logits are kept at all.
+    """
+
+    def __init__(self, parts_dir: str, attempt: int, replica: int, tp: int, own: RankPart, *, is_root: bool,
+                 flush_every: float, keeps_logits: bool, tokenizer: Any | None, run_seed: int,
+                 created: int) -> None:
+        self.own, self.tokenizer, self.keeps_logits = own, tokenizer, keeps_logits
+        self.replica, self.tp = replica, tp
+        self.run_seed, self.created, self.flush_every = run_seed, created, flush_every
+        self.tally = Tally()
+        self._steps: list[tuple[int, int, float, float, float, float]] = []
+        self._journaled = time.monotonic()              # when steps went to the journal
+        self._requests = RequestsPart(parts_dir, attempt, replica, flush_every) if is_root else None
+        # Logits first: what is recorded as finished then rarely lacks any after a kill
+        self._parts = [part for part in (own, self._requests) if part is not None]
+        self._kept: dict[int, list[np.ndarray]] = {}    # on the root: keys of the logits of each request that runs
+
+    @property
+    def paths(self) -> list[str]:
+        """The journals that are written here."""
+        return [part.path for part in self._parts]
 
     def result(self, result: Result) -> None:
-        assert self._root is not None, "only the root of a replica hands out results"
-        self._root.hdf5.add_request(**self._record(result))
-        self._root.results.add(result.request.index, result_line(result, self.tokenizer, self.created))
+        assert self._requests is not None, "only the root of a replica hands out results"
+        self._requests.add(**self._record(result), logits_rows=self._rows_kept(result.request.index),
+                           result=result_line(result, self.tokenizer, self.created))
+
+    def _rows_kept(self, index: int) -> int:
+        """How many different rows of logits the request has; they are forgotten."""
+        keys = self._kept.pop(index, None)
+        return len(np.unique(np.concatenate(keys), axis=0)) if keys else 0
 
     def _record(self, result: Result) -> dict[str, Any]:
         """The request as plain numbers for its HDF5 part."""
@@ -47,58 +63,60 @@ class ReplicaOutput:
         logprobs = None if scores is None else [[s if s is None else s[0] for s in item] for item in scores]
         top = None if scores is None else [[s if s is None else s[1] for s in item] for item in scores]
         return {"index": request.index, "line": request.line, "custom_id": request.custom_id,
-                "replica": self.replica, "prompts": request.prompts, "choices": choices,
+                "replica": self.replica, "tp": self.tp, "prompts": request.prompts, "choices": choices,
                 "prompt_logprobs": logprobs, "prompt_top": top}
 
     def failed(self, request: Request, message: str, code: str, status: int) -> None:
-        failed = FailedLine(request.line, request.index, request.custom_id, f"line {request.line}: {message}",
-                            None, code, status)
-        self.failures.append(failed)
-        self.reject(failed)
+        self._kept.pop(request.index, None)
+        self._add_failed(FailedLine(request.line, request.index, request.custom_id,
+                                    f"line {request.line}: {message}", None, code, status), self.replica, self.tp)
 
     def reject(self, failed: FailedLine) -> None:
-        """An error line in the results."""
-        assert self._root is not None, "only the root of a replica hands out results"
-        self._root.results.add(failed.index, error_line(failed))
+        """A line that reached no replica: an error line in the results."""
+        self._add_failed(failed, -1, 0)
+
+    def _add_failed(self, failed: FailedLine, replica: int, tp: int) -> None:
+        assert self._requests is not None, "only the root of a replica hands out results"
+        self._requests.add(index=failed.index, line=failed.line, custom_id=failed.custom_id, replica=replica, tp=tp,
+                           status=failed.status, error=failed.message, result=error_line(failed))
 
     def logits(self, keys: np.ndarray, logits: np.ndarray) -> None:
-        if self.logits_part is not None and logits.shape[1]:
-            self.logits_part.append(keys, logits)
+        if not self.keeps_logits:
+            return
+        self.own.add_logits(keys, logits)
+        if self._requests is not None:
+            for index in np.unique(keys[:, 0]).tolist():
+                self._kept.setdefault(index, []).append(keys[keys[:, 0] == index, 1:3])
+
+    def step(self, record: tuple[int, int, float, float, float, float]) -> None:
+        self._steps.append(record)
 
     def progress(self, prefilled: int, generated: int, finished: int) -> None:
-        self.prefilled += prefilled
-        self.generated += generated
-        self.finished += finished
-        if self.progress_shown is not None:
-            self.progress_shown.add(prefilled, generated, finished)
-
+        self.tally.prefilled += prefilled
+        self.tally.generated += generated
+        self.tally.finished += finished
+        now = time.monotonic()
+        if now - self._journaled >= self.flush_every:
+            self._journal_steps()
+            self._journaled = now
         for part in self._parts:
             part.flush_if_due()
+
+    def _journal_steps(self) -> None:
+        if self._steps:
+            self.own.add_steps(np.array(self._steps, STEP_RECORD))
+            self._steps = []
 
     def __enter__(self) -> ReplicaOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close the parts; what was finished before an exception is kept."""
-        if self.progress_shown is not None:
-            self.progress_shown.close()
+        with contextlib.suppress(OutputError) if kind is not None else contextlib.nullcontext():
+            self._journal_steps()
         for part in self._parts:
             if kind is None:
                 part.close()
             else:
                 with contextlib.suppress(OutputError):
                     part.close()
-
-
-class _RootParts:
-    """The two files of a replica's root."""
-
-    def __init__(self, parts_dir: str, replica: int) -> None:
-        self.hdf5 = ReplicaPart(replica_part_path(parts_dir, replica))
-        self.results = ResultsPart(results_part(parts_dir, replica))
-        self.parts = (self.hdf5, self.results)
-
-
-def results_part(parts_dir: str, replica: int) -> str:
-    return os.path.join(parts_dir, f"results-{replica:04d}.jsonl")
-

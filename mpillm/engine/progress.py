@@ -11,11 +11,12 @@ LOG = logging.getLogger("mpillm.progress")
 
 
 class RunProgress:
-    """Counts requests and tokens of the replica that reports; ``share`` names it when there are several."""
+    """Counts requests and tokens of all replicas; ``done``: requests that an earlier attempt finished."""
 
-    def __init__(self, total: int, every: float, share: str = "") -> None:
-        self.total, self.every, self.share = total, every, share
-        self.prefilled = self.generated = self.finished = 0
+    def __init__(self, total: int, every: float, done: int = 0) -> None:
+        self.total, self.every, self.done = total, every, done
+        self.prefilled = self.generated = 0
+        self.finished = done
         self._start = time.perf_counter()
         self._said = self._start - every      # the first step is worth a line: the run has begun
         self._bar: Any = None
@@ -26,7 +27,7 @@ class RunProgress:
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=12),
                                  TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[rate]}"),
                                  TimeElapsedColumn(), console=Console(stderr=True))
-            self._task = self._bar.add_task("requests" + share, total=total, rate="")
+            self._task = self._bar.add_task("requests", total=total, rate="")
             self._bar.start()
 
     def add(self, prefilled: int, generated: int, finished: int) -> None:
@@ -38,23 +39,23 @@ class RunProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=self.finished, rate=self._brief(now))
         elif now - self._said >= self.every:
-            LOG.info("%d of %d requests%s, %s", self.finished, self.total, self.share, self._rate(now))
+            LOG.info("%d of %d requests, %s", self.finished, self.total, self._rate(now))
             self._said = now
 
     def _brief(self, now: float) -> str:
         """For the bar, which has little room."""
         text = f"{self.generated / max(now - self._start, 1e-9):.1f} t/s"
-        if self.finished and self.finished < self.total:
+        if self.done < self.finished < self.total:
             text += f", {_clock(self._left(now))} left"
         return text
 
     def _left(self, now: float) -> float:
-        return (now - self._start) / self.finished * (self.total - self.finished)
+        return (now - self._start) / (self.finished - self.done) * (self.total - self.finished)
 
     def _rate(self, now: float) -> str:
         seconds = max(now - self._start, 1e-9)
         text = f"{self.generated / seconds:.1f} tokens/s generated, {self.prefilled / seconds:.1f} prefilled"
-        if self.finished and self.finished < self.total:
+        if self.done < self.finished < self.total:
             text += f", about {_clock(self._left(now))} left"
         return text
 

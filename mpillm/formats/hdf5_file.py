@@ -6,7 +6,6 @@ import os
 import re
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -221,63 +220,12 @@ def reading(path: str) -> Iterator[None]:
         raise OutputError(f"cannot read {path}: {reason(error)}") from error
 
 
-class OpenParts:
-    """Files open for reading, the least recently used closed when there are more than ``limit``.
-
-    A job may have more parts than a process may have open files.
-    """
-
-    def __init__(self, limit: int = 128) -> None:
-        self._limit = limit
-        self._files: OrderedDict[str, h5py.File] = OrderedDict()
-
-    def __call__(self, path: str) -> h5py.File:
-        file = self._files.pop(path, None)
-        if file is None:
-            if len(self._files) >= self._limit:
-                self._files.popitem(last=False)[1].close()
-            with reading(path):
-                file = h5py.File(path, "r")
-        self._files[path] = file
-        return file
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
-
 def extend(dataset: h5py.Dataset, values: np.ndarray) -> None:
     """Appends ``values`` along the first axis."""
     if len(values):
         start = dataset.shape[0]
         dataset.resize(start + len(values), axis=0)
         dataset[start:] = values
-
-
-def spread(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The indices start .. start + count - 1 of all pairs, one after another (int64)."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
-
-
-def gather(dataset: h5py.Dataset, starts: np.ndarray, counts: np.ndarray, gap: int) -> np.ndarray:
-    """``dataset[start : start + count]`` of all pairs, concatenated in the order of the pairs.
-
-    Pieces with at most ``gap`` elements between them are read together, so memory stays within
-    pieces * gap elements beyond the result.
-    """
-    out = np.empty(int(counts.sum()), dataset.dtype)
-    begins = np.cumsum(counts) - counts
-    order = np.argsort(starts, kind="stable")
-    order = order[counts[order] > 0]
-    reach = np.maximum.accumulate(starts[order] + counts[order])
-    cuts = np.flatnonzero(starts[order][1:] > reach[:-1] + gap) + 1
-    for run in np.split(order, cuts):
-        if len(run):
-            low, high = int(starts[run[0]]), int((starts[run] + counts[run]).max())
-            block = dataset[low:high]
-            out[spread(begins[run], counts[run])] = block[spread(starts[run] - low, counts[run])]
-    return out
 
 
 class RowWriter:

@@ -1,120 +1,62 @@
-"""Folds the parts of a run into one file: requests in line order, logits in sequence order.
+"""Folds the parts of a run into one file: requests in line order, logits in sequence order, steps by rank.
 
-Streamed: tables and flat arrays in slabs of some thousand requests, logits in slabs of ``slab_bytes``.
-Held for the whole fold: some 200 bytes per request, 16 per sequence and 150 per row of logits.
+Streamed: tables and flat arrays in slabs of some MiB of records, logits in slabs of ``slab_bytes``, steps a rank at
+a time. Held for the whole fold: what ``part_scan`` holds, 16 bytes per sequence and some 100 per row of logits.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import h5py
 import numpy as np
 
 from mpillm.errors import OutputError
-from mpillm.formats.hdf5_file import OpenParts, RowWriter, WritableFile, extend, gather, reading, spread
-from mpillm.formats.hdf5_parts import PART_REQUESTS, RANGES, part_replica, whole_requests
-from mpillm.formats.hdf5_schema import LOGITS_ROWS, REQUESTS, SEQUENCES, clean_text, describe
+from mpillm.formats import part_records as records
+from mpillm.formats.hdf5_file import RowWriter, WritableFile, extend
+from mpillm.formats.hdf5_schema import LOGITS_ROWS, RANKS, REQUESTS, SEQUENCES, STEPS, clean_text, describe
+from mpillm.formats.journal import OpenFiles
+from mpillm.formats.part_scan import LogitsSet, Parts, RankFile
 
-# A plan has one row per request of the output: which part has it (-1: a failed line) and at which row,
-# and for each kind of piece where it begins in the part, how much it is, and where it begins in the output.
-_NUMBERS = ["index", "scored"] + [column for first, count, _ in RANGES for column in (first, count)]
-_PLAN = np.dtype([("part", "<i4"), ("row", "<i8"), ("one", "<i8")] + [(name, "<i8") for name in _NUMBERS]
-                 + [(f"{first}_out", "<i8") for first, _, _ in RANGES])
-_SLAB_COST = 1 << 20     # pieces of requests copied at a time
-_ROW_GAP, _FLAT_GAP = 16, 4096
+_SLAB_BYTES = 4 << 20    # records of requests copied at a time
 
-
-@dataclass(frozen=True)
-class FailedRow:
-    """A line that failed before it reached a replica; ``index`` counts with the requests."""
-
-    index: int
-    line: int
-    custom_id: str | None
-    status: int
-    error: str
+# Seconds and tokens of one rank in one attempt; prefill: steps with prompt rows.
+TIMES = np.dtype([(name, "<i4") for name in ("attempt", "rank", "replica", "tp_rank")] + [("steps", "<i8")]
+                 + [(name, "<f8") for name in ("total_s", "communication_s", "wait_s", "prefill_s", "decode_s")]
+                 + [(name, "<i8") for name in ("prefill_tokens", "decode_tokens")])
 
 
-class LogitsSet(NamedTuple):
-    """The logits parts of one replica by columns, and where each of their rows goes (-1: nowhere)."""
+def write_requests(out: WritableFile, files: OpenFiles, paths: list[str], chosen: np.ndarray,
+                   logits_count: np.ndarray) -> None:
+    """Everything but logits, steps and ranks.
 
-    paths: list[str]
-    spans: list[tuple[int, int]]
-    places: np.ndarray
-
-
-def sort_parts(paths: Sequence[str]) -> tuple[list[str], dict[int, list[str]]]:
-    """Replica parts, and logits parts by replica; other files are ignored."""
-    replicas: list[str] = []
-    logits: dict[int, list[str]] = {}
-    for path in sorted(paths):
-        kind, replica = part_replica(path) or ("", -1)
-        if kind == "replica":
-            replicas.append(path)
-        elif kind == "logits":
-            logits.setdefault(replica, []).append(path)
-    return replicas, logits
-
-
-def make_plan(parts: OpenParts, replicas: list[str], failed: Sequence[FailedRow]) -> np.ndarray:
-    """The plan of all requests, in the order of their indices. OutputError for a damaged part."""
-    pieces = []
-    for number, path in enumerate(replicas):
-        with reading(path):
-            file = parts(path)
-            rows = file["requests"].fields(_NUMBERS)[:]
-            whole = whole_requests(file)
-        if whole != len(rows):
-            raise OutputError(f"the part {path} is damaged: of {len(rows)} requests, {whole} are whole")
-        piece = np.zeros(len(rows), _PLAN)
-        for name in _NUMBERS:
-            piece[name] = rows[name]
-        piece["part"], piece["row"], piece["one"] = number, np.arange(len(rows)), 1
-        pieces.append(piece)
-    lost = np.zeros(len(failed), _PLAN)
-    lost["part"], lost["row"], lost["index"] = -1, np.arange(len(failed)), [row.index for row in failed]
-
-    plan = np.concatenate([lost, *pieces])
-    plan = plan[np.argsort(plan["index"], kind="stable")]
-    double = np.flatnonzero(np.diff(plan["index"]) == 0)
-    assert not len(double), f"request {plan['index'][double[0]]} is there twice"
-    for first, count, _ in RANGES:
-        plan[f"{first}_out"] = np.cumsum(plan[count]) - plan[count]
-    return plan
-
-
-def write_requests(out: WritableFile, parts: OpenParts, replicas: list[str], failed: Sequence[FailedRow],
-                   plan: np.ndarray, logits_count: np.ndarray) -> None:
-    """Everything but logits, steps and ranks; ``logits_count``: rows of logits of each sequence."""
-    totals = {first: int(plan[count].sum()) for first, count, _ in RANGES}
+    ``chosen``: PLACE of each request of the output, ``paths`` being the files they name; ``logits_count``: rows of
+    logits of each sequence. OutputError.
+    """
+    totals = {name: int(chosen[name].sum()) for name in (
+        "n_choices", "prompt_tokens", "completion_tokens", "top_count", "prompt_top_count")}
     with out.guard() as file:
-        _create(file, "requests", REQUESTS, len(plan))
-        _create(file, "sequences", SEQUENCES, totals["first_sequence"])
-        _create(file, "prompt_tokens", "<i4", totals["prompt_first"])
-        _create(file, "tokens", "<i4", totals["token_first"])
-        _create(file, "logprobs", "<f4", totals["token_first"])
-        if plan["scored"].any():
-            _create(file, "prompt_logprobs", "<f4", totals["prompt_first"])
-        for name, owner, entries in (("top", "token_first", "top_first"),
-                                     ("prompt_top", "prompt_first", "prompt_top_first")):
-            if totals[entries]:
+        _create(file, "requests", REQUESTS, len(chosen))
+        _create(file, "sequences", SEQUENCES, totals["n_choices"])
+        _create(file, "prompt_tokens", "<i4", totals["prompt_tokens"])
+        _create(file, "tokens", "<i4", totals["completion_tokens"])
+        _create(file, "logprobs", "<f4", totals["completion_tokens"])
+        if chosen["scored"].any():
+            _create(file, "prompt_logprobs", "<f4", totals["prompt_tokens"])
+        for name, owner in (("top", "completion_tokens"), ("prompt_top", "prompt_tokens")):
+            if totals[f"{name}_count"]:
                 describe(file.create_group(f"{name}_logprobs"))
-                _create(file, f"{name}_logprobs/ids", "<i4", totals[entries])
-                _create(file, f"{name}_logprobs/values", "<f4", totals[entries])
+                _create(file, f"{name}_logprobs/ids", "<i4", totals[f"{name}_count"])
+                _create(file, f"{name}_logprobs/values", "<f4", totals[f"{name}_count"])
                 extend(_create(file, f"{name}_logprobs/starts", "<i8", totals[owner] + 1), np.zeros(1, "<i8"))
     logits_start = np.cumsum(logits_count) - logits_count
-    for slab, offset in _slabs(plan):
-        copy = _SlabCopy(slab, offset, parts, replicas)
-        requests = copy.requests(failed)
-        sequences = copy.sequences(logits_start, logits_count)
-        with out.guard() as file:
-            extend(file["requests"], requests)
-            extend(file["sequences"], sequences)
-        copy.flat(out)
+    firsts = {name: np.cumsum(chosen[name]) - chosen[name] for name in totals}
+    for begin, end in _slabs(chosen):
+        slab = _Slab(files, paths, chosen[begin:end], begin,
+                     {name: int(first[begin]) for name, first in firsts.items()})
+        slab.write(out, logits_start, logits_count)
 
 
 def _create(file: h5py.File, name: str, dtype: np.dtype | str, length: int) -> h5py.Dataset:
@@ -129,123 +71,105 @@ def _create(file: h5py.File, name: str, dtype: np.dtype | str, length: int) -> h
     return dataset
 
 
-def write_table(out: WritableFile, name: str, rows: np.ndarray, dtype: np.dtype) -> None:
-    """A whole table, its columns taken by name."""
-    missing = set(dtype.names or ()) - set(rows.dtype.names or ())
-    assert not missing, f"the table {name} lacks the columns {sorted(missing)}"
-    table = np.empty(len(rows), dtype)
-    for column in dtype.names or ():
-        if dtype[column].hasobject:
-            table[column] = [value if isinstance(value, bytes) else clean_text(str(value))
-                             for value in rows[column]]
-        else:
-            table[column] = rows[column]
-    with out.guard() as file:
-        extend(_create(file, name, dtype, len(table)), table)
+def _slabs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Begin and end of consecutive stretches of requests, each of bounded size."""
+    number = np.cumsum(chosen["length"] + 64) // _SLAB_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(chosen)]
+    return ((begin, end) for begin, end in zip(cuts, cuts[1:], strict=False) if begin < end)
 
 
-def _slabs(plan: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """Consecutive stretches of the plan, each of bounded size, and the row at which each begins."""
-    cost = 64 + 64 * plan["n_choices"] + sum(plan[count] for _, count, _ in RANGES)
-    number = np.cumsum(cost) // _SLAB_COST
-    cuts = np.flatnonzero(np.diff(number)) + 1
-    offset = 0
-    for slab in np.split(plan, cuts):
-        if len(slab):
-            yield slab, offset
-            offset += len(slab)
+class _Slab:
+    """Some consecutive requests of the output, read into memory."""
 
+    def __init__(self, files: OpenFiles, paths: list[str], chosen: np.ndarray, begin: int,
+                 firsts: dict[str, int]) -> None:
+        self.begin, self.firsts, self.chosen = begin, firsts, chosen
+        # Read in the order of the files, not of the lines
+        self.requests: list[records.Unpacked] = [None] * len(chosen)     # type: ignore[list-item]
+        for at in np.lexsort((chosen["at"], chosen["file"])):
+            place = chosen[at]
+            payload = np.empty(int(place["length"]), np.uint8)
+            path = paths[place["file"]]
+            files.read(path, int(place["at"]), payload)
+            try:
+                self.requests[at] = records.unpack_request(payload.data)
+            except ValueError as error:
+                raise OutputError(f"the part {path} is damaged: {error}") from error
 
-class _SlabCopy:
-    """Collects the pieces of the requests of one slab from the parts."""
+    def write(self, out: WritableFile, logits_start: np.ndarray, logits_count: np.ndarray) -> None:
+        """Appends the slab's share to all datasets of the output that it concerns."""
+        requests, sequences = self._request_rows(), self._sequence_rows(logits_start, logits_count)
+        with out.guard() as file:
+            extend(file["requests"], requests)
+            extend(file["sequences"], sequences)
+            for name, kind in (("prompt_tokens", "<i4"), ("prompt_logprobs", "<f4"), ("tokens", "<i4"),
+                               ("logprobs", "<f4")):
+                if name in file:
+                    extend(file[name], self._flat(name, kind))
+            for name in ("top", "prompt_top"):
+                if f"{name}_logprobs" in file:
+                    group, counts = file[f"{name}_logprobs"], self._flat(f"{name}_counts", "<i4")
+                    extend(group["starts"], self.firsts[f"{name}_count"] + np.cumsum(counts, dtype="<i8"))
+                    extend(group["ids"], self._flat(f"{name}_ids", "<i4"))
+                    extend(group["values"], self._flat(f"{name}_values", "<f4"))
 
-    def __init__(self, slab: np.ndarray, offset: int, parts: OpenParts, replicas: list[str]) -> None:
-        self.slab, self.offset, self.parts, self.replicas = slab, offset, parts, replicas
-        self.used = [int(part) for part in np.unique(slab["part"]) if part >= 0]
+    def _flat(self, name: str, kind: str) -> np.ndarray:
+        """One array of all requests; where a request has none: nan, or a count of 0, for each of its tokens."""
+        nothing = np.nan if kind == "<f4" else 0
+        count = {"prompt_logprobs": "prompt_tokens", "prompt_top_counts": "prompt_tokens",
+                 "top_counts": "completion_tokens"}.get(name, "")
+        return np.concatenate([
+            request.flat[name] if name in request.flat else np.full(int(request.row[count][0]), nothing, kind)
+            for request in self.requests])
 
-    def collect(self, name: str, first: str, count: str, dtype: np.dtype | str) -> np.ndarray:
-        """Elements ``first`` .. ``first + count`` of ``name`` of all requests, in the slab's order."""
-        counts = self.slab[count]
-        begins = np.cumsum(counts) - counts
-        out = np.zeros(int(counts.sum()), dtype)
-        for part in self.used:
-            mine = np.flatnonzero(self.slab["part"] == part)
-            path = self.replicas[part]
-            with reading(path):
-                dataset = self.parts(path)[name]
-                gap = _ROW_GAP if dataset.dtype.names else _FLAT_GAP
-                values = gather(dataset, self.slab[first][mine], counts[mine], gap)
-            out[spread(begins[mine], counts[mine])] = values
-        return out
-
-    def requests(self, failed: Sequence[FailedRow]) -> np.ndarray:
-        rows = np.zeros(len(self.slab), REQUESTS)
-        found = self.collect("requests", "row", "one", PART_REQUESTS)
-        lost = self.slab["part"] < 0
-        for name in REQUESTS.names or ():
-            rows[name][~lost] = found[name]
-        for place in np.flatnonzero(lost):
-            line = failed[self.slab["row"][place]]
-            rows[place] = (line.line, clean_text(line.custom_id), line.status, clean_text(line.error),
-                           0, 0, -1, 0, 0)
-        rows["first_sequence"] = self.slab["first_sequence_out"]
+    def _request_rows(self) -> np.ndarray:
+        rows = np.zeros(len(self.requests), REQUESTS)
+        for name in ("line", "status", "n_choices", "replica", "attempt", "tp", "prompt_tokens", "completion_tokens"):
+            rows[name] = self.chosen[name]
+        rows["custom_id"] = [request.custom_id for request in self.requests]
+        rows["error"] = [request.error for request in self.requests]
+        counts = rows["n_choices"].astype(np.int64)
+        rows["first_sequence"] = self.firsts["n_choices"] + np.cumsum(counts) - counts
         return rows
 
-    def sequences(self, logits_start: np.ndarray, logits_count: np.ndarray) -> np.ndarray:
-        slab = self.slab
-        rows = self.collect("sequences", "first_sequence", "n_choices", SEQUENCES)
-        owner = np.repeat(np.arange(len(slab)), slab["n_choices"])
-        rows["request"] = self.offset + owner
-        rows["prompt_start"] += (slab["prompt_first_out"] - slab["prompt_first"])[owner]
-        rows["token_start"] += (slab["token_first_out"] - slab["token_first"])[owner]
-        begin = int(slab["first_sequence_out"][0])
+    def _sequence_rows(self, logits_start: np.ndarray, logits_count: np.ndarray) -> np.ndarray:
+        own = np.concatenate([request.choices for request in self.requests])
+        rows = np.zeros(len(own), SEQUENCES)
+        for name in set(SEQUENCES.names or ()) & set(records.CHOICE.names or ()):
+            rows[name] = own[name]
+        owner = np.repeat(np.arange(len(self.requests)), self.chosen["n_choices"])
+        rows["request"] = self.begin + owner
+        for name, count in (("prompt_start", "prompt_tokens"), ("token_start", "completion_tokens")):
+            lengths = self.chosen[count]
+            rows[name] += (self.firsts[count] + np.cumsum(lengths) - lengths)[owner]
+        for place, name in enumerate(("finish_reason", "stop_reason", "text")):
+            rows[name] = [texts[place] for request in self.requests for texts in request.texts]
+        begin = self.firsts["n_choices"]
         rows["logits_start"] = logits_start[begin:begin + len(rows)]
         rows["logits_count"] = logits_count[begin:begin + len(rows)]
         return rows
 
-    def flat(self, out: WritableFile) -> None:
-        """Appends the slab's share of all flat arrays that the output has."""
-        for name, first, count, kind in (("prompt_tokens", "prompt_first", "prompt_tokens", "<i4"),
-                                         ("prompt_logprobs", "prompt_first", "prompt_tokens", "<f4"),
-                                         ("tokens", "token_first", "completion_tokens", "<i4"),
-                                         ("logprobs", "token_first", "completion_tokens", "<f4")):
-            if name in out.file:
-                values = self.collect(name, first, count, kind)
-                with out.guard() as file:
-                    extend(file[name], values)
-        for name, first, count in (("top", "token_first", "completion_tokens"),
-                                   ("prompt_top", "prompt_first", "prompt_tokens")):
-            if f"{name}_logprobs" not in out.file:
-                continue
-            counts = self.collect(f"{name}_counts", first, count, "<i4")
-            ids = self.collect(f"{name}_ids", f"{name}_first", f"{name}_count", "<i4")
-            values = self.collect(f"{name}_values", f"{name}_first", f"{name}_count", "<f4")
-            begin = int(self.slab[f"{name}_first_out"][0])
-            with out.guard() as file:
-                group = file[f"{name}_logprobs"]
-                extend(group["starts"], begin + np.cumsum(counts, dtype="<i8"))
-                extend(group["ids"], ids)
-                extend(group["values"], values)
 
+def plan_logits(parts: Parts, chosen: np.ndarray
+                ) -> tuple[list[tuple[LogitsSet, np.ndarray]], np.ndarray, np.ndarray, int]:
+    """Where every row of logits goes.
 
-def plan_logits(parts: OpenParts, logits: dict[int, list[str]], plan: np.ndarray
-                ) -> tuple[list[LogitsSet], np.ndarray, np.ndarray, int]:
-    """Where every row of every logits part goes.
-
-    Returns the sets, the table LOGITS_ROWS of the output, the rows of each sequence, and how many rows belong
-    to no request. OutputError when the parts of a replica do not make up the vocabulary or differ in rows.
+    Returns each usable set with the place of each of its rows (-1: nowhere), the table LOGITS_ROWS of the output,
+    the rows of each sequence, and how many rows belong to no request of their replica and attempt.
     """
-    found = [_read_keys(parts, paths) for paths in logits.values()]
-    keys = np.concatenate([np.zeros((0, 3), "<i8"), *(own for _, own in found)])
-    ends = np.cumsum([len(own) for _, own in found])
+    sets = [(key, own) for key, own in sorted(parts.sets.items()) if not own.fault and own.files]
+    keys = np.concatenate([np.zeros((0, 3), "<i8"), *(own.keys for _, own in sets)])
+    sizes = [len(own.keys) for _, own in sets]
+    source = np.repeat(np.array([key for key, _ in sets], np.int64).reshape(-1, 2), sizes, axis=0)
 
-    # The sequence of each key, -1 for a request that was never recorded.
-    if len(plan):
-        row = np.minimum(np.searchsorted(plan["index"], keys[:, 0]), len(plan) - 1)
-        known = (plan["index"][row] == keys[:, 0]) & (keys[:, 1] < plan["n_choices"][row])
-        sequence = np.where(known, plan["first_sequence_out"][row] + keys[:, 1], -1)
-    else:
-        sequence = np.full(len(keys), -1)
+    sequence = np.full(len(keys), -1)
+    if len(chosen):
+        firsts = np.cumsum(chosen["n_choices"], dtype=np.int64) - chosen["n_choices"]
+        row = np.minimum(np.searchsorted(chosen["index"], keys[:, 0]), len(chosen) - 1)
+        known = (chosen["index"][row] == keys[:, 0]) & (keys[:, 1] >= 0) & (keys[:, 1] < chosen["n_choices"][row])
+        # Rows of a request that another attempt has finished are of no use.
+        known &= (chosen["attempt"][row] == source[:, 0]) & (chosen["replica"][row] == source[:, 1])
+        sequence = np.where(known, firsts[row] + keys[:, 1], -1)
     order = np.lexsort((keys[:, 2], sequence))
     order = order[sequence[order] >= 0]
     fresh = np.ones(len(order), bool)
@@ -256,40 +180,18 @@ def plan_logits(parts: OpenParts, logits: dict[int, list[str]], plan: np.ndarray
     place[order] = np.arange(len(order))
     rows = np.empty(len(order), LOGITS_ROWS)
     rows["sequence"], rows["position"] = sequence[order], keys[order, 2]
-    counts = np.bincount(sequence[order], minlength=int(plan["n_choices"].sum()))
-    sets = [LogitsSet([path for _, path in columns], [span for span, _ in columns], place[end - len(own):end])
-            for (columns, own), end in zip(found, ends, strict=True)]
-    return sets, rows, counts, int(np.count_nonzero(sequence < 0))
+    counts = np.bincount(sequence[order], minlength=int(chosen["n_choices"].sum()))
+    cuts = np.cumsum([0, *sizes])
+    planned = [(own, place[begin:end]) for (_, own), begin, end in zip(sets, cuts, cuts[1:], strict=False)]
+    return planned, rows, counts, int(np.count_nonzero(sequence < 0))
 
 
-def _read_keys(parts: OpenParts, paths: list[str]) -> tuple[list[tuple[tuple[int, int], str]], np.ndarray]:
-    """((columns, path) of one replica's logits parts, by columns; their keys [rows, 3], all the same)."""
-    columns: list[tuple[tuple[int, int], str]] = []
-    keys = np.zeros((0, 3), "<i8")
-    for path in paths:
-        with reading(path):
-            file = parts(path)
-            low, high = (int(file["logits"].attrs[name]) for name in ("vocab_start", "vocab_stop"))
-            own = file["keys"][:, :3]
-        keys = keys if columns else own
-        columns.append(((low, high), path))
-        if not np.array_equal(keys, own):
-            raise OutputError(f"the logits parts {paths[0]} and {path} differ in rows: one was cut off")
-    columns.sort()
-    reached = 0
-    for (low, high), path in columns:
-        if low != reached:
-            raise OutputError(f"the logits part before {path} is missing: columns {reached} to {low}")
-        reached = high
-    return columns, keys
-
-
-def write_logits(out: WritableFile, parts: OpenParts, sets: list[LogitsSet], rows: np.ndarray, *,
+def write_logits(out: WritableFile, files: OpenFiles, sets: list[tuple[LogitsSet, np.ndarray]], rows: np.ndarray, *,
                  compress: bool, threads: int, slab_bytes: int) -> int:
     """/logits and /logits_rows; how many values had been clamped. OutputError."""
-    kinds = {(own.spans[-1][1], str(parts(own.paths[0])["logits"].dtype)) for own in sets}
+    kinds = {(own.files[-1].span[1], str(own.files[0].kind)) for own, _ in sets}
     if len(kinds) != 1:
-        raise OutputError(f"the logits parts in {os.path.dirname(sets[0].paths[0])} differ in size or type: "
+        raise OutputError(f"the logits parts in {os.path.dirname(sets[0][0].files[0].path)} differ in size or type: "
                           + ", ".join(f"{width} {kind}" for width, kind in sorted(kinds)))
     (width, kind), = kinds
     with out.guard() as file:
@@ -298,31 +200,109 @@ def write_logits(out: WritableFile, parts: OpenParts, sets: list[LogitsSet], row
         describe(dataset)
     writer = RowWriter(dataset, threads)
     step = max(1, slab_bytes // (width * dataset.dtype.itemsize))
-    clamped = 0
     try:
-        for own in sets:
-            clamped += _write_set(out, parts, own, writer, step, dataset.dtype)
+        for own, places in sets:
+            _write_set(out, files, own, places, writer, step, dataset.dtype)
     finally:
         writer.close()
+    clamped = sum(file.clamped for own, _ in sets for file in own.files)
     with out.guard():
         dataset.attrs["clamped"] = clamped
     return clamped
 
 
-def _write_set(out: WritableFile, parts: OpenParts, own: LogitsSet, writer: RowWriter, step: int,
-               dtype: np.dtype) -> int:
-    places = own.places
-    slab = np.empty((min(step, len(places)), own.spans[-1][1]), dtype)
+def _write_set(out: WritableFile, files: OpenFiles, own: LogitsSet, places: np.ndarray, writer: RowWriter, step: int,
+               dtype: np.dtype) -> None:
+    slab = np.empty((min(step, len(places)), own.files[-1].span[1]), dtype)
     for start in range(0, len(places), step):
         stop = min(start + step, len(places))
         wanted = places[start:stop] >= 0
         if not wanted.any():
             continue
-        for path, (low, high) in zip(own.paths, own.spans, strict=True):
-            with reading(path):
-                parts(path)["logits"].read_direct(slab, np.s_[start:stop], np.s_[:stop - start, low:high])
+        for file in own.files:
+            low, high = file.span
+            slab[:stop - start, low:high] = _read_rows(files, file, start, stop, dtype)
         rows = slab[:stop - start]
         with out.guard():
             writer.write(places[start:stop][wanted], rows if wanted.all() else rows[wanted])
-    with reading(own.paths[0]):
-        return sum(int(parts(path)["logits"].attrs["clamped"]) for path in own.paths)
+
+
+def _read_rows(files: OpenFiles, file: RankFile, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Rows ``start`` to ``stop`` of a rank's logits, from the records that have them."""
+    rows = np.empty((stop - start, file.width), dtype)
+    at = start
+    record = int(np.searchsorted(file.firsts, start, "right")) - 1
+    while at < stop:
+        end = int(file.firsts[record + 1]) if record + 1 < len(file.firsts) else stop
+        end = min(end, stop)
+        offset = int(file.offsets[record]) + (at - int(file.firsts[record])) * file.width * dtype.itemsize
+        files.read(file.path, offset, rows[at - start:end - start])
+        at, record = end, record + 1
+    return rows
+
+
+def write_ranks(out: WritableFile, ranks: list[RankFile]) -> None:
+    """/ranks, by attempt and rank; a rank that was killed before it described itself has no row."""
+    told = sorted((rank for rank in ranks if rank.row), key=lambda rank: (rank.head["attempt"], rank.head["rank"]))
+    table = np.zeros(len(told), RANKS)
+    for row, rank in zip(table, told, strict=True):
+        values: dict[str, Any] = {**rank.row, "attempt": rank.head["attempt"]}
+        missing = set(RANKS.names or ()) - set(values)
+        assert not missing, f"the row of a rank lacks the columns {sorted(missing)}"
+        for name in RANKS.names or ():
+            row[name] = clean_text(str(values[name])) if RANKS[name].hasobject else values[name]
+    with out.guard() as file:
+        extend(_create(file, "ranks", RANKS, len(table)), table)
+
+
+def write_steps(out: WritableFile, files: OpenFiles, ranks: list[RankFile]) -> np.ndarray:
+    """/steps, by attempt, rank and step; the sums of each rank that belongs to a replica, TIMES.
+
+    Waiting is measured where ranks share memory. Else it is inferred: the rank that comes last to a step's exchanges
+    waits least, so what another spends beyond the least time of its replica in the step is waiting.
+    """
+    ranks = sorted((rank for rank in ranks if rank.head["replica"] >= 0),
+                   key=lambda rank: (rank.head["attempt"], rank.head["rank"]))
+    total = sum(count for rank in ranks for _, count in rank.steps)
+    with out.guard() as file:
+        _create(file, "steps", STEPS, total)
+    least: dict[tuple[int, int], np.ndarray] = {}
+    for rank in ranks:
+        own, key = _steps(files, rank)["communication_s"], (rank.head["attempt"], rank.head["replica"])
+        known = least.get(key, own)
+        shared = min(len(known), len(own))
+        longer = known if len(known) > len(own) else own
+        least[key] = np.concatenate([np.minimum(known[:shared], own[:shared]), longer[shared:]])
+    times = np.zeros(len(ranks), TIMES)
+    for row, rank in zip(times, ranks, strict=True):
+        steps, head = _steps(files, rank), rank.head
+        exchange = steps["communication_s"]
+        wait = np.minimum(steps["waited_s"], exchange)
+        if not wait.any():
+            wait = exchange - least[head["attempt"], head["replica"]][:len(steps)]
+        table = np.zeros(len(steps), STEPS)
+        for name in ("attempt", "replica", "rank"):
+            table[name] = head[name]
+        for name in ("step", "rows_prefill", "rows_decode", "start_s"):
+            table[name] = steps[name]
+        table["compute_s"], table["communication_s"] = steps["total_s"] - exchange, exchange - wait
+        table["wait_s"] = wait
+        with out.guard() as file:
+            extend(file["steps"], table)
+        prefill = steps["rows_prefill"] > 0
+        row["attempt"], row["rank"], row["replica"] = head["attempt"], head["rank"], head["replica"]
+        row["tp_rank"], row["steps"], row["total_s"] = head["tp_rank"], len(steps), steps["total_s"].sum()
+        row["communication_s"], row["wait_s"] = exchange.sum(), wait.sum()
+        row["prefill_s"], row["decode_s"] = steps["total_s"][prefill].sum(), steps["total_s"][~prefill].sum()
+        row["prefill_tokens"] = steps["rows_prefill"].sum()
+        row["decode_tokens"] = steps["rows_decode"][~prefill].sum()
+    return times
+
+
+def _steps(files: OpenFiles, rank: RankFile) -> np.ndarray:
+    rows = np.zeros(sum(count for _, count in rank.steps), records.STEP_ROWS)
+    begin = 0
+    for at, count in rank.steps:
+        files.read(rank.path, at, rows[begin:begin + count])
+        begin += count
+    return rows

@@ -1,18 +1,17 @@
-"""The HDF5 output, version 1: names, types and meanings of everything in the file.
+"""The HDF5 output, version 2: names, types and meanings of everything in the file.
 
 ``docs/formats.md`` is the prose to these tables; a test holds the two together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 FORMAT = "mpillm"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TEXT = h5py.string_dtype("utf-8")
 
 _Columns = tuple[tuple[str, Any, str], ...]
@@ -24,7 +23,9 @@ _REQUESTS: _Columns = (
     ("error", TEXT, "why the line failed; empty where it did not"),
     ("n_choices", "<i4", "rows of /sequences that belong to the request"),
     ("first_sequence", "<i8", "the first of them; they follow one another"),
-    ("replica", "<i4", "replica that answered, -1 where none did"),
+    ("replica", "<i4", "replica that ran it, -1 where none did"),
+    ("attempt", "<i4", "start of the run, counted from 0, in which it ended"),
+    ("tp", "<i4", "ranks that computed it together, 0 where none did"),
     ("prompt_tokens", "<i8", "prompt tokens, each item counted once"),
     ("completion_tokens", "<i8", "generated tokens of all choices"),
 )
@@ -54,6 +55,7 @@ _LOGITS_ROWS: _Columns = (
     ("position", "<i8", "index, in prompt + generated tokens, of the token whose successor the row predicts"),
 )
 _STEPS: _Columns = (
+    ("attempt", "<i4", "start of the run, counted from 0"),
     ("replica", "<i4", "replica of the rank"),
     ("rank", "<i4", "rank among all ranks of the job"),
     ("step", "<i8", "number of the step within the replica"),
@@ -65,6 +67,7 @@ _STEPS: _Columns = (
     ("wait_s", "<f8", "waiting for the other ranks or for work [s]"),
 )
 _RANKS: _Columns = (
+    ("attempt", "<i4", "start of the run, counted from 0"),
     ("rank", "<i4", "rank among all ranks of the job"),
     ("host", TEXT, "host name"),
     ("replica", "<i4", "replica, -1 for an idle rank"),
@@ -115,8 +118,8 @@ DESCRIPTIONS: dict[str, str] = {
     "prompt_top_logprobs/values": "log probabilities [nat]",
     "logits": "rows of logits over the whole vocabulary",
     "logits_rows": "which sequence and position each row of /logits is",
-    "steps": "time of every step on every rank",
-    "ranks": "what every rank was and owned",
+    "steps": "time of every step on every rank, by attempt, rank and step",
+    "ranks": "what every rank was and owned, by attempt and rank",
 }
 
 
@@ -129,26 +132,6 @@ def clean_text(text: str | None) -> bytes:
     if text is None:
         return b""
     return text.replace("\0", "\u2400").encode("utf-8", "backslashreplace")
-
-
-def table(dtype: np.dtype, rows: Iterable[Mapping[str, Any] | Sequence[Any]]) -> np.ndarray:
-    """A structured array of ``dtype`` from mappings by column name, or sequences in column order."""
-    rows = list(rows)
-    out = np.empty(len(rows), dtype)
-    for place, name in enumerate(dtype.names or ()):
-        values = [row[name] if isinstance(row, Mapping) else row[place] for row in rows]
-        out[name] = [clean_text(value) for value in values] if dtype[name].hasobject else values
-    return out
-
-
-def step_table(rows: Iterable[Mapping[str, Any] | Sequence[Any]]) -> np.ndarray:
-    """Rows for /steps, see ``COLUMNS["steps"]``."""
-    return table(STEPS, rows)
-
-
-def rank_table(rows: Iterable[Mapping[str, Any] | Sequence[Any]]) -> np.ndarray:
-    """Rows for /ranks, see ``COLUMNS["ranks"]``."""
-    return table(RANKS, rows)
 
 
 def describe(item: h5py.Dataset | h5py.Group) -> None:

@@ -7,10 +7,12 @@ the file into memory, and aligns nothing: values may begin at odd addresses.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from mpillm.errors import ModelError
@@ -24,6 +26,11 @@ INDEX = "model.safetensors.index.json"
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
          "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
          "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+# Files beside the weights on which token ids and prompts depend
+BESIDE = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+          "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 
 
 class SafetensorsFolder(Checkpoint):
@@ -43,6 +50,14 @@ class SafetensorsFolder(Checkpoint):
         except BaseException:
             self.close()
             raise
+
+    def fingerprint(self) -> Iterator[bytes]:
+        yield from super().fingerprint()
+        for name in BESIDE:
+            path = os.path.join(self.path, name)
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    yield hashlib.sha256(file.read()).digest()
 
     def _open_files(self) -> None:
         names, index = weight_files(self.path)

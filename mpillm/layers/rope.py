@@ -55,6 +55,14 @@ class Rope:
             angles = positions[:, None].astype(np.float32) * self.frequencies
         return np.cos(angles) * self.scale, np.sin(angles) * self.scale
 
+    def salt(self, length: int) -> bytes:
+        """What the keys of a prompt of ``length`` tokens depend on beside its ids: prompts of another salt share none.
+
+        Rows behind the prompt depend on their own position alone.
+        """
+        stretched = self.scaling.kind == "dynamic" and length > self.scaling.original_max_positions
+        return length.to_bytes(8, "little") if stretched else b""
+
 
 def _base(theta: float, head_dim: int) -> np.ndarray:
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -102,26 +104,33 @@ def fill(root: Path) -> None:
     (root / "init").chmod(0o755)
 
 
-def boot(vmlinuz: Path, image: Path, seconds: float) -> str:
-    """What the guest prints between its two marks. AssertionError when it does not come to its end in time."""
+def boot(vmlinuz: Path, image: Path, seconds: float, said: Callable[[str], object]) -> str:
+    """What the guest prints between its two marks; each line goes to ``said`` at once. AssertionError if late."""
     command = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", str(CPUS), "-m", f"{MEMORY}M",
                *NUMA, "-kernel", str(vmlinuz), "-append",
                f"root=/dev/nvme0n1 rw console=ttyS0 quiet panic=-1 init=/init "
                f"mpillm.python={sys.executable} mpillm.repository={REPOSITORY}",
                "-drive", f"file={image},if=none,format=raw,id=disk", "-device", "nvme,drive=disk,serial=1",
                "-nographic", "-no-reboot", "-net", "none"]
+    lines, machine = [], subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                                          stderr=subprocess.STDOUT, errors="replace")
+    clock = threading.Timer(seconds, machine.kill)
+    clock.start()
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
-                              errors="replace")
-        text = done.stdout.replace("\r", "")
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"not ended after {seconds:g} s: {(late.stdout or b'')[-3000:]!r}") from None
-    match = re.search(r"== begin\n(.*)== end\n", text, re.DOTALL)
-    assert match, f"the guest did not come to its end:\n{text[-4000:]}\n{done.stderr}"
+        assert machine.stdout is not None, "its output is a pipe"
+        for line in machine.stdout:
+            lines.append(line.replace("\r", ""))
+            said(lines[-1])
+    finally:
+        clock.cancel()
+        machine.kill()
+        machine.wait()
+    match = re.search(r"== begin\n(.*)== end\n", "".join(lines), re.DOTALL)
+    assert match, f"the guest did not come to its end in {seconds:g} s:\n{''.join(lines)[-4000:]}"
     return match[1]
 
 
-def run(vmlinuz: Path | None = None, seconds: float = 600) -> str:
+def run(vmlinuz: Path | None = None, seconds: float = 1800, said: Callable[[str], object] = str) -> str:
     """Make the guest, boot it, return what it printed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -131,7 +140,7 @@ def run(vmlinuz: Path | None = None, seconds: float = 600) -> str:
         root.mkdir()
         fill(root)
         subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(image), "3G"], check=True)
-        return boot(vmlinuz, image, seconds)
+        return boot(vmlinuz, image, seconds, said)
 
 
 def main() -> int:
@@ -141,7 +150,7 @@ def main() -> int:
     lacking = missing()
     if lacking:
         sys.exit(f"missing: {', '.join(lacking)}: apt-get install qemu-system-x86 e2fsprogs")
-    print(run(given.kernel), end="")
+    run(given.kernel, said=lambda line: print(line, end="", flush=True))
     return 0
 
 

@@ -52,7 +52,7 @@ def first() -> None:
     print("== begin", flush=True)
     inside = os.path.join(repository, "tests/numa/inside.py")
     try:
-        for options in (["-n", "4"], ["-n", "2"], ["-n", "4", "-bind-to", "core"], ["-n", "1"],
+        for options in (["-n", "4"], ["-n", "2"], ["-n", "1"],
                         ["-n", "4", "-genv", "NO_PIN", "1"]):
             show(python, ["mpirun", *options, python, inside])
     except Exception as error:           # nobody reads what process 1 says after its end

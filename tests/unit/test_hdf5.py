@@ -7,11 +7,9 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import h5py
@@ -19,115 +17,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_parts import FAILED, HEADER, SLICES, VOCAB, logit, make_request, names, rank_row, steps, write_parts
 
 from mpillm.errors import OutputError
 from mpillm.formats import hdf5, hdf5_fold, hdf5_schema
-from mpillm.formats.hdf5 import (
-    LogitsPart,
-    ReplicaPart,
-    SequenceRecord,
-    check_output,
-    fold,
-    logits_part_path,
-    replica_part_path,
-    whole_requests,
-)
-from mpillm.formats.hdf5_file import OpenParts, WritableFile, _Disk, extend, gather
+from mpillm.formats.hdf5 import check_output, fold
+from mpillm.formats.hdf5_file import WritableFile, _Disk, extend
+from mpillm.formats.journal import OpenFiles
+from mpillm.formats.parts import RankPart, RequestsPart, SequenceRecord, rank_path, requests_path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "formats.md"
-HEADER = {"mpillm_version": "0.1.0", "config": {"tp": 3, "text": "é\0"}, "versions": {"python": "3.11"},
-          "layout": {"tp": 3, "dp": 2, "idle": 0}, "model": {"hidden": 8}}
-VOCAB = 50
-SLICES = {0: ((0, 16), (16, 48), (48, 50)), 1: ((0, 48), (48, 48), (48, 50)), 2: ((0, 50),)}
-
-
-def make_request(random: np.random.Generator, index: int, replica: int) -> dict:
-    """The arguments of one add_request, of random sizes; lines are 2, 5, 8 ..."""
-    n, items = int(random.integers(1, 4)), int(random.integers(1, 3))
-    prompts = [random.integers(0, VOCAB, random.integers(1, 9)).tolist() for _ in range(items)]
-    scored = random.random() < 0.5
-    choices = []
-    for choice in range(n * items):
-        count = int(random.integers(0, 7))
-        logprobs = [-np.inf if random.random() < 0.1 else -float(random.random()) for _ in range(count)]
-        top = [[(int(random.integers(VOCAB)), -float(random.random())) for _ in range(random.integers(0, 4))]
-               for _ in range(count)]
-        choices.append(SequenceRecord(
-            item=choice // n, sample=choice % n, choice=choice, seed=2**64 - 1 - choice,
-            token_ids=random.integers(0, VOCAB, count).tolist(), logprobs=logprobs,
-            text=f"é {index}/{choice}", finish_reason="stop", stop_reason=[None, 7, "7", "\n"][choice % 4],
-            top=top if random.random() < 0.5 else None, queue_s=index + 0.5, prefill_s=0.1, first_token_s=0.2,
-            decode_s=0.3))
-    random.shuffle(choices)
-    scores = [None if random.random() < 0.2 else [None] + [-0.5 * i for i in range(1, len(ids))]
-              for ids in prompts]
-    prompt_top = [[None] + [[(i, -1.0), (i + 1, -2.0)] for i in range(1, len(ids))] for ids in prompts]
-    return dict(index=index, line=3 * index + 2, custom_id=f"id-{index}", replica=replica, prompts=prompts,
-                choices=choices, prompt_logprobs=scores if scored else None,
-                prompt_top=prompt_top if scored else None)
-
-
-def logit(index: int, choice: int, position: int) -> np.ndarray:
-    """The whole row of one key: every value is its own."""
-    row = np.arange(VOCAB) / 64 + index - 8 * choice + position * 16
-    row[(index + position) % VOCAB] = -np.inf
-    return row.astype(np.float32)
-
-
-def logits_keys(requests: list[dict], random: np.random.Generator) -> np.ndarray:
-    """Keys of rows for all generated tokens, interleaved as a batch does, some computed twice."""
-    keys = [(request["index"], choice.choice, len(request["prompts"][choice.item]) - 1 + step, 0)
-            for request in requests for choice in request["choices"] for step in range(len(choice.token_ids))]
-    keys += keys[:3]
-    random.shuffle(keys)
-    return np.array(keys, np.int64).reshape(-1, 4)
-
-
-def write_parts(parts: str, requests: list[dict], dtype: str = "f16") -> None:
-    """What the ranks of all replicas leave: requests in random order, logits in slices."""
-    random = np.random.default_rng(0)
-    for replica, slices in SLICES.items():
-        mine = [request for request in requests if request["replica"] == replica]
-        random.shuffle(mine)
-        with ReplicaPart(replica_part_path(parts, replica)) as part:
-            for number, request in enumerate(mine):
-                part.add_request(**request)
-                if number % 3 == 0:
-                    part.flush()
-        keys = logits_keys(mine, random)
-        for rank, (low, high) in enumerate(slices):
-            with LogitsPart(logits_part_path(parts, replica, rank), low, high, dtype) as part:
-                for batch in np.array_split(keys, 5):
-                    rows = np.array([logit(*key[:3]) for key in batch], np.float32).reshape(-1, VOCAB)
-                    part.append(batch, rows[:, low:high])
-
-
-def steps_table() -> np.ndarray:
-    return hdf5.step_table([(0, rank, step, 5, 1, step + 0.5, 0.1, 0.2, 0.3)
-                            for step in (1, 0) for rank in (1, 0)])
-
-
-def ranks_table() -> np.ndarray:
-    owned = {f"{name}_{end}": 1 for name in ("head", "kv_head", "column", "vocab")
-             for end in ("start", "stop")}
-    row = dict(rank=0, host="näme", replica=0, tp_rank=0, cores="0-3", numa="0", threads=2,
-               weight_bytes=10**11, kv_bytes_per_token=64, **owned)
-    return hdf5.rank_table([row, {**row, "rank": 1}])
-
-
-FAILED = [(1, 5, None, 400, "no prompt\0"), (7, 23, "doubled\ud83d", 404, "…")]
 
 
 def run(folder: Path, count: int = 40, dtype: str = "f16", **how) -> tuple[str, list[dict], dict]:
     """A whole run in ``folder``: (path, requests in line order, summary)."""
     random = np.random.default_rng(count)
     indices = [index for index in range(count) if index not in (1, 7)]
-    requests = [make_request(random, index, int(random.integers(len(SLICES)))) for index in indices]
+    requests = [make_request(random, index, int(random.integers(len(SLICES))), logits=True) for index in indices]
     path = str(folder / "out.h5")
     parts = check_output(path, False)
-    write_parts(parts, requests, dtype)
-    summary = fold(path, parts, HEADER, steps_table(), ranks_table(), FAILED, False, **how)
+    write_parts(parts, requests, dtype, failed=FAILED)
+    summary = fold(path, parts, HEADER, False, **how)
     return path, requests, summary
 
 
@@ -146,10 +57,11 @@ def test_requests_are_in_line_order_with_failed_lines_between(finished):
     assert rows["custom_id"][0] == b"id-0" and rows["custom_id"][1] == b""
     assert rows["custom_id"][7] == rb"doubled\ud83d"  # half a surrogate pair is written as its escape
     assert rows["error"][1].decode() == "no prompt␀" and rows["error"][7].decode() == "…"
-    assert rows["replica"][1] == -1
+    assert (rows["replica"][1], rows["tp"][1], rows["attempt"][1]) == (-1, 0, 0)
     for request in requests:
         row = rows[request["index"]]
-        assert row["replica"] == request["replica"] and row["n_choices"] == len(request["choices"])
+        assert (row["replica"], row["tp"]) == (request["replica"], len(SLICES[request["replica"]]))
+        assert row["n_choices"] == len(request["choices"])
         assert row["prompt_tokens"] == sum(map(len, request["prompts"]))
         assert row["completion_tokens"] == sum(len(choice.token_ids) for choice in request["choices"])
     assert rows["first_sequence"].tolist() == (np.cumsum(rows["n_choices"]) - rows["n_choices"]).tolist()
@@ -233,10 +145,8 @@ def test_logits_rows_are_those_of_their_keys(tmp_path, dtype, how):
 
 
 def test_small_slabs_give_the_same_file(tmp_path, finished, monkeypatch):
-    monkeypatch.setattr(hdf5_fold, "_SLAB_COST", 1000)
-    monkeypatch.setattr(hdf5_fold, "_ROW_GAP", 0)
-    monkeypatch.setattr(hdf5_fold, "_FLAT_GAP", 1)
-    monkeypatch.setattr(OpenParts.__init__, "__defaults__", (1,))  # fewer open files than parts
+    monkeypatch.setattr(hdf5_fold, "_SLAB_BYTES", 1000)
+    monkeypatch.setattr(OpenFiles.__init__, "__defaults__", (1,))  # fewer open files than parts
     path, _, _ = run(tmp_path)
     with h5py.File(path) as one, h5py.File(finished[0]) as other:
         names: list[str] = []
@@ -249,14 +159,16 @@ def test_small_slabs_give_the_same_file(tmp_path, finished, monkeypatch):
 
 def test_header_tables_and_order_of_steps(finished):
     with h5py.File(finished[0]) as file:
-        assert file.attrs["format"] == "mpillm" and file.attrs["schema_version"] == 1
+        assert file.attrs["format"] == "mpillm" and file.attrs["schema_version"] == 2
         assert json.loads(file.attrs["config"]) == {"tp": 3, "text": "é\0"}
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", file.attrs["created"])
         steps, ranks = file["steps"][:], file["ranks"][:]
         for name in hdf5_schema.DESCRIPTIONS:
             assert file[name].attrs["description"] == hdf5_schema.DESCRIPTIONS[name]
         assert "line: number of the input line" in file["requests"].attrs["columns"]
-    assert [(row["rank"], row["step"]) for row in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    count = sum(map(len, SLICES.values()))
+    assert [(row["rank"], row["step"]) for row in steps] == [(rank, step) for rank in range(count) for step in (0, 1)]
+    assert ranks["rank"].tolist() == list(range(count)) and ranks["tp_rank"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert ranks["host"][1].decode() == "näme" and ranks["weight_bytes"][0] == 10**11
 
 
@@ -264,7 +176,7 @@ def test_attributes_longer_than_an_object_header(tmp_path):
     path = tmp_path / "out.h5"
     layout = {"shares": list(range(50_000))}
     parts = check_output(path, False)
-    fold(path, parts, {**HEADER, "layout": layout}, steps_table(), ranks_table(), [], False)
+    fold(path, parts, {**HEADER, "layout": layout}, False)
     with h5py.File(path) as file:
         assert json.loads(file.attrs["layout"]) == layout
 
@@ -275,11 +187,12 @@ def test_empty_run(tmp_path, parts_made):
     parts = check_output(path, False)
     if parts_made:
         write_parts(parts, [])
-    summary = fold(path, parts, HEADER, steps_table()[:0], ranks_table()[:0], [], False)
+    summary = fold(path, parts, HEADER, False)
     assert summary["requests"] == summary["sequences"] == summary["logits_rows"] == 0
     with h5py.File(path) as file:
-        for name in ("requests", "sequences", "prompt_tokens", "tokens", "logprobs", "steps", "ranks"):
+        for name in ("requests", "sequences", "prompt_tokens", "tokens", "logprobs"):
             assert file[name].shape == (0,)
+        assert len(file["ranks"]) == 7 * parts_made and len(file["steps"]) == 14 * parts_made
         assert ("logits" in file) == parts_made
         assert "top_logprobs" not in file and "prompt_logprobs" not in file
         if parts_made:
@@ -287,19 +200,24 @@ def test_empty_run(tmp_path, parts_made):
     assert os.listdir(tmp_path) == ["out.h5"]
 
 
+def result(number: int) -> dict:
+    return {"result": {"line": number}, "replica": 0, "tp": 1}
+
+
 def test_a_failed_request_of_a_replica_and_no_tokens(tmp_path):
     path = tmp_path / "out.h5"
     parts = check_output(path, False)
-    with ReplicaPart(replica_part_path(parts, 0)) as part:
-        part.add_request(index=0, line=1, custom_id="", replica=0, prompts=[[1, 2]], choices=[], status=413,
-                         error="the prompt needs 9 blocks, there are 8")
+    with RequestsPart(parts, 0, 0, 1.0) as part:
+        part.add(index=0, line=1, custom_id="", prompts=[[1, 2]], status=413,
+                 error="the prompt needs 9 blocks, there are 8", **result(1))
         scored = SequenceRecord(0, 0, 0, 5, [], [], "", "length")
-        part.add_request(index=1, line=2, custom_id="b", replica=0, prompts=[[1, 2]], choices=[scored])
-    with LogitsPart(logits_part_path(parts, 0, 0), 0, 4, "f32") as part:
+        part.add(index=1, line=2, custom_id="b", prompts=[[1, 2]], choices=[scored], logits_rows=1, **result(2))
+    with RankPart(parts, 0, 0, 0, 0, 1.0, logits=(0, 4, "f32")) as part:
         keys = np.array([[1, 0, 1, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 5, 0, 0]])
-        part.append(keys, np.ones((4, 4), np.float32))
-    summary = fold(path, parts, HEADER, steps_table(), ranks_table(), [], False)
+        part.add_logits(keys, np.ones((4, 4), np.float32))
+    summary = fold(path, parts, HEADER, False)
     assert (summary["failed"], summary["logits_rows"], summary["logits_dropped"]) == (1, 1, 3)
+    assert summary["first_error"] == "the prompt needs 9 blocks, there are 8"
     with h5py.File(path) as file:
         assert file["requests"]["status"].tolist() == [413, 0]
         assert file["requests"]["n_choices"].tolist() == [0, 1]
@@ -310,10 +228,10 @@ def test_a_failed_request_of_a_replica_and_no_tokens(tmp_path):
 
 def test_logprobs_that_were_not_computed_are_nan(tmp_path):
     parts = check_output(tmp_path / "out.h5", False)
-    with ReplicaPart(replica_part_path(parts, 0)) as part:
-        part.add_request(index=0, line=1, custom_id=None, replica=0, prompts=[np.arange(3)],
-                         choices=[SequenceRecord(0, 0, 0, 0, [4, 5], None, "x", "length")])
-    fold(tmp_path / "out.h5", parts, HEADER, steps_table(), ranks_table(), [], False)
+    with RequestsPart(parts, 0, 0, 1.0) as part:
+        part.add(index=0, line=1, custom_id=None, prompts=[np.arange(3)],
+                 choices=[SequenceRecord(0, 0, 0, 0, [4, 5], None, "x", "length")], **result(1))
+    fold(tmp_path / "out.h5", parts, HEADER, False)
     with h5py.File(tmp_path / "out.h5") as file:
         assert np.isnan(file["logprobs"][:]).tolist() == [True, True]
         assert np.isnan(file["sequences"]["cumulative_logprob"][0])
@@ -322,13 +240,13 @@ def test_logprobs_that_were_not_computed_are_nan(tmp_path):
 def test_f16_overflow_is_clamped_and_counted(tmp_path):
     parts = check_output(tmp_path / "out.h5", False)
     values = np.float32([[65504, 65519, 65520, -1e9, np.inf, -np.inf, np.nan, 3e-8]])
-    with ReplicaPart(replica_part_path(parts, 0)) as part:
-        part.add_request(index=0, line=1, custom_id="a", replica=0, prompts=[[1]],
-                         choices=[SequenceRecord(0, 0, 0, 0, [1], [-1.0], "x", "length")])
-    with LogitsPart(logits_part_path(parts, 0, 0), 0, 8, "f16") as part:
-        part.append(np.zeros((1, 4), np.int64), values)
+    with RequestsPart(parts, 0, 0, 1.0) as part:
+        part.add(index=0, line=1, custom_id="a", prompts=[[1]],
+                 choices=[SequenceRecord(0, 0, 0, 0, [1], [-1.0], "x", "length")], **result(1))
+    with RankPart(parts, 0, 0, 0, 0, 1.0, logits=(0, 8, "f16")) as part:
+        part.add_logits(np.zeros((1, 4), np.int64), values)
         assert part.clamped == 2
-    summary = fold(tmp_path / "out.h5", parts, HEADER, steps_table(), ranks_table(), [], False)
+    summary = fold(tmp_path / "out.h5", parts, HEADER, False)
     assert summary["logits_clamped"] == 2
     with h5py.File(tmp_path / "out.h5") as file:
         assert file["logits"].attrs["clamped"] == 2
@@ -336,86 +254,97 @@ def test_f16_overflow_is_clamped_and_counted(tmp_path):
         np.testing.assert_array_equal(file["logits"][0], expected)
 
 
-def test_a_rank_without_columns_makes_no_file(tmp_path):
-    part = LogitsPart(tmp_path / "part.h5", 16, 16, "f16")
-    part.append(np.zeros((2, 4), np.int64), np.zeros((2, 0), np.float32))
-    part.flush()
-    part.close()
-    assert os.listdir(tmp_path) == []
+def test_waiting_is_measured_where_it_can_be_and_else_inferred_from_the_fastest_rank(tmp_path):
+    """Ranks 0 and 1 of replica 0 share memory, ranks 2 and 3 of replica 1 do not; attempt 1 has other ranks."""
+    parts = check_output(tmp_path / "out.h5", False)
+    made = {(0, 0, 0, 0): steps((5, 0, 2, 1.0, 0.25), (0, 3, 2, 2.0, 3.0)), (0, 1, 0, 1): steps((5, 0, 2, 4, 0.5)),
+            (0, 2, 1, 0): steps((5, 1, 4, 1.0, 0), (0, 2, 4, 2.0, 0), (0, 2, 4, 1.5, 0)),
+            (0, 3, 1, 1): steps((5, 1, 4, 3.0, 0), (0, 2, 4, 1.5, 0)),
+            (1, 0, 1, 0): steps((7, 0, 1, 0.5, 0)), (1, 1, -1, -1): steps()}
+    for (attempt, rank, replica, tp_rank), table in made.items():
+        with RankPart(parts, attempt, rank, replica, tp_rank, 1.0) as part:
+            part.describe(rank_row(rank, replica, tp_rank))
+            for piece in np.array_split(table, 2):
+                part.add_steps(piece)
+    times = fold(tmp_path / "out.h5", parts, HEADER, False)["times"]
+    with h5py.File(tmp_path / "out.h5") as file:
+        rows, ranks = file["steps"][:], file["ranks"][:]
+    assert rows["wait_s"].tolist() == [0.25, 2.0, 0.5, 0.0, 0.5, 0.0, 2.0, 0.0, 0.0]
+    assert rows["step"].tolist() == [0, 1, 0, 0, 1, 2, 0, 1, 0]
+    assert (rows["communication_s"] + rows["wait_s"]).tolist() == [1, 2, 4, 1, 2, 1.5, 3, 1.5, 0.5]
+    assert (rows["compute_s"] + rows["communication_s"] + rows["wait_s"]).tolist() == [2] * 3 + [4] * 5 + [1]
+    assert [tuple(row) for row in ranks[["attempt", "rank", "replica"]]] == [
+        (0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 1), (1, 0, 1), (1, 1, -1)]
+    assert [tuple(row) for row in times[["attempt", "rank", "replica", "tp_rank", "steps"]]] == [
+        (0, 0, 0, 0, 2), (0, 1, 0, 1, 1), (0, 2, 1, 0, 3), (0, 3, 1, 1, 2), (1, 0, 1, 0, 1)]
+    assert times["wait_s"].tolist() == [2.25, 0.5, 0.5, 2.0, 0.0]
+    row = times[2]
+    assert (row["prefill_s"], row["prefill_tokens"], row["decode_s"], row["decode_tokens"]) == (4, 5, 8, 4)
 
 
 # Parts that do not fit together
 
 
 def two_logits_parts(folder: Path, spans, rows=(2, 2), dtypes=("f16", "f16")) -> tuple[Path, str]:
+    """One request with two rows of logits in each replica, or in one of two ranks."""
     parts = check_output(folder / "out.h5", False)
-    with ReplicaPart(replica_part_path(parts, 0)) as part:
-        part.add_request(index=0, line=1, custom_id="a", replica=0, prompts=[[1, 2]],
-                         choices=[SequenceRecord(0, 0, 0, 0, [1], [-1.0], "x", "length")])
+    apart = dtypes[0] != dtypes[1]
+    for replica in (0, 1) if apart else (0,):
+        with RequestsPart(parts, 0, replica, 1.0) as part:
+            part.add(index=replica, line=1, custom_id="a", prompts=[[1, 2]], logits_rows=2, replica=replica,
+                     choices=[SequenceRecord(0, 0, 0, 0, [1], [-1.0], "x", "length")], result={}, tp=2 - apart)
     for number, (span, count, dtype) in enumerate(zip(spans, rows, dtypes, strict=True)):
-        replica = number if dtypes[0] != dtypes[1] else 0
-        with LogitsPart(logits_part_path(parts, replica, number), *span, dtype) as part:
-            keys = np.array([[0, 0, position, 0] for position in range(count)])
-            part.append(keys, np.zeros((count, span[1] - span[0]), np.float32))
+        replica = number if apart else 0
+        with RankPart(parts, 0, number, replica, 0 if apart else number, 1.0, logits=(*span, dtype)) as part:
+            keys = np.array([[replica, 0, position, 0] for position in range(count)])
+            part.add_logits(keys, np.zeros((count, span[1] - span[0]), np.float32))
     return folder / "out.h5", parts
 
 
 @pytest.mark.parametrize("how, words", [
-    (dict(spans=((0, 16), (32, 48))), "missing: columns 16 to 32"),
-    (dict(spans=((16, 32), (32, 48))), "missing: columns 0 to 16"),
-    (dict(spans=((0, 16), (16, 48)), rows=(2, 1)), "differ in rows"),
+    (dict(spans=((0, 16), (32, 48))), "line 1 .* incomplete: columns 16 to 32 are missing: start again with --resume"),
+    (dict(spans=((16, 32), (32, 48))), "incomplete: columns 0 to 16 are missing"),
+    (dict(spans=((0, 16), (16, 48)), rows=(2, 1)), "incomplete: 2 rows are not all there"),
     (dict(spans=((0, 16), (0, 16)), dtypes=("f16", "f32")), "differ in size or type: 16 float16, 16 float32"),
 ])
 def test_logits_parts_that_do_not_fit_are_refused_and_kept(tmp_path, how, words):
     path, parts = two_logits_parts(tmp_path, **how)
-    before = sorted(os.listdir(parts))
+    before = names(parts)
     with pytest.raises(OutputError, match=words):
-        fold(path, parts, HEADER, steps_table(), ranks_table(), [], False)
-    assert sorted(os.listdir(tmp_path)) == ["out.h5.parts"] and sorted(os.listdir(parts)) == before
+        fold(path, parts, HEADER, False)
+    assert os.listdir(tmp_path) == ["out.h5.parts"] and names(parts) == before
 
 
 def test_damaged_and_missing_parts(tmp_path):
     path, parts = two_logits_parts(tmp_path, ((0, 16), (16, 48)))
-    arguments = (HEADER, steps_table(), ranks_table(), [], False)
-    absent = replica_part_path(parts, 5)
+    absent = requests_path(parts, 0, 5)
     with pytest.raises(OutputError, match=f"cannot read {absent}: No such file"):
-        fold(path, parts, *arguments, expected=[absent])
-    replica = Path(replica_part_path(parts, 0))
-    whole = replica.read_bytes()
-    replica.write_bytes(whole[:-4096])
-    with pytest.raises(OutputError, match=f"cannot read {replica}: "):
-        fold(path, parts, *arguments)
-    replica.write_bytes(whole)
-    with h5py.File(replica, "a") as file:
-        file["tokens"].resize((0,))
-    with pytest.raises(OutputError, match="damaged: of 1 requests, 0 are whole"):
-        fold(path, parts, *arguments)
+        fold(path, parts, HEADER, False, expected=[absent])
+    root = Path(requests_path(parts, 0, 0))
+    whole = root.read_bytes()
+    root.write_bytes(whole[:-1])
+    with pytest.raises(OutputError, match=f"the part {root} is damaged: of {len(whole) - 1} bytes, "):
+        fold(path, parts, HEADER, False)
+    root.write_bytes(whole)
+    os.rename(rank_path(parts, 0, 1), tmp_path / "away")
+    with pytest.raises(OutputError, match="incomplete: 2 rows are not all there"):
+        fold(path, parts, HEADER, False)
     with pytest.raises(OutputError, match="cannot read the folder"):
-        fold(path, str(tmp_path / "nowhere"), *arguments)
+        fold(path, str(tmp_path / "nowhere"), HEADER, False)
 
 
-@pytest.mark.parametrize("position", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_random_damage_never_gives_another_error(tmp_path, position):
+@pytest.mark.parametrize("name", ["requests-0000-00000.journal", "rank-0000-000001.journal"])
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.9])
+def test_random_damage_is_an_error_and_never_another_one(tmp_path, name, position):
     path, parts = two_logits_parts(tmp_path, ((0, 16), (16, 48)))
-    replica = Path(replica_part_path(parts, 0))
-    assert len(replica.read_bytes()) > 20_000
-    data = bytearray(replica.read_bytes())
+    file = Path(parts) / name
+    data = bytearray(file.read_bytes())
     start = int(len(data) * position)
-    data[start:start + 4096] = np.random.default_rng(start).bytes(min(4096, len(data) - start))
-    replica.write_bytes(data)
-    try:
-        fold(path, parts, HEADER, steps_table(), ranks_table(), [], False)
-    except OutputError:
-        assert os.listdir(parts)
-
-
-def test_a_request_in_two_parts_is_a_fault(tmp_path):
-    parts = check_output(tmp_path / "out.h5", False)
-    for replica in (0, 1):
-        with ReplicaPart(replica_part_path(parts, replica)) as part:
-            part.add_request(index=3, line=4, custom_id="a", replica=replica, prompts=[[1]], choices=[])
-    with pytest.raises(AssertionError, match="request 3 is there twice"):
-        fold(tmp_path / "out.h5", parts, HEADER, steps_table(), ranks_table(), [], False)
+    data[start:start + 16] = np.random.default_rng(start).bytes(len(data[start:start + 16]))
+    file.write_bytes(data)
+    with pytest.raises(OutputError, match="damaged"):
+        fold(path, parts, HEADER, False)
+    assert file.read_bytes() == data
 
 
 # Before the run
@@ -463,35 +392,53 @@ def test_unusable_paths(path, words):
 def test_stale_parts(tmp_path):
     path = tmp_path / "out.h5"
     parts = check_output(path, False)
-    ReplicaPart(replica_part_path(parts, 0)).close()
-    with pytest.raises(OutputError, match="parts of an earlier run"):
+    RequestsPart(parts, 0, 0, 1.0).close()
+    with pytest.raises(OutputError, match="parts of an earlier run.*use --resume to go on with it, or --overwrite"):
         check_output(path, False)
     with pytest.raises(OutputError, match="File exists"):  # a second job that was faster than the check
-        ReplicaPart(replica_part_path(parts, 0))
+        RequestsPart(parts, 0, 0, 1.0)
+    assert check_output(path, False, resume=True) == parts and len(os.listdir(parts)) == 1
     (Path(parts) / "mine.txt").write_text("precious")
     with pytest.raises(OutputError, match="cannot remove"):
         check_output(path, True)
     assert os.listdir(parts) == ["mine.txt"]
     os.unlink(Path(parts) / "mine.txt")
+    for name in ("run.json", "prompts.digests", "committed", "rank-0000-000000.journal.damaged"):
+        (Path(parts) / name).write_text("x")
+    with pytest.raises(OutputError, match="cannot remove"):      # what was set aside is not deleted at the end of a run
+        hdf5.discard_parts(parts)
+    assert os.listdir(parts) == ["rank-0000-000000.journal.damaged"]
     assert check_output(path, True) == parts and os.listdir(parts) == []
     (tmp_path / "out.h5.tmp").write_bytes(b"")
     with pytest.raises(OutputError, match="out.h5.tmp is left from an earlier run"):
         check_output(path, False)
+    assert check_output(path, False, resume=True) == parts
 
 
 def test_parts_that_cannot_be_removed_are_a_warning(tmp_path):
     path = tmp_path / "out.h5"
     parts = check_output(path, False)
     (Path(parts) / "mine.txt").write_text("precious")
-    summary = fold(path, parts, HEADER, steps_table(), ranks_table(), [], False, expected=[None])
+    summary = fold(path, parts, HEADER, False)
     assert "cannot remove" in summary["warning"] and h5py.is_hdf5(path)
+
+
+def test_parts_stay_if_they_are_asked_to(tmp_path):
+    path = tmp_path / "out.h5"
+    parts = check_output(path, False)
+    write_parts(parts, [], None)
+    before = names(parts)
+    assert fold(path, parts, HEADER, False, discard=False)["warning"] is None
+    assert names(parts) == before
+    fold(path, parts, HEADER, True)
+    assert os.listdir(tmp_path) == ["out.h5"]
 
 
 def test_a_link_keeps_its_place(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "out.h5").symlink_to(tmp_path / "scratch" / "real.h5")
     path = tmp_path / "out.h5"
-    summary = fold(path, check_output(path, False), HEADER, steps_table(), ranks_table(), [], False)
+    summary = fold(path, check_output(path, False), HEADER, False)
     assert path.is_symlink() and h5py.is_hdf5(tmp_path / "scratch" / "real.h5")
     assert summary["path"] == str(tmp_path / "scratch" / "real.h5")
 
@@ -501,9 +448,9 @@ def test_an_output_that_appears_during_the_run_is_not_replaced(tmp_path):
     parts = check_output(path, False)
     path.write_text("someone else's")
     with pytest.raises(OutputError, match="appeared during the run: the results are in .*out.h5.tmp"):
-        fold(path, parts, HEADER, steps_table(), ranks_table(), [], False)
+        fold(path, parts, HEADER, False)
     assert path.read_text() == "someone else's" and h5py.is_hdf5(tmp_path / "out.h5.tmp")
-    fold(path, parts, HEADER, steps_table(), ranks_table(), [], True)
+    fold(path, parts, HEADER, True)
     assert h5py.is_hdf5(path)
 
 
@@ -524,125 +471,30 @@ def full_disk(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_disk_full_while_writing_parts(tmp_path):
-    done = in_process("""
-        full_disk(250_000)
-        folder, often = sys.argv[1], dict(flush_seconds=0)
-        parts = {"replica": ReplicaPart(folder + "/replica-00000.h5", **often),
-                 "logits": LogitsPart(folder + "/logits-00000-00000.h5", 0, 3000, "f32", **often)}
-        random = np.random.default_rng(0)
-        for name, part in parts.items():
-            for index in range(100_000):
-                try:
-                    if name == "replica":
-                        part.add_request(**make_request(random, index, 0))
-                    else:
-                        part.append(np.array([[index, 0, 0, 0]]), random.standard_normal((1, 3000)))
-                except OutputError as error:
-                    print(error)
-                    break
-        for part in parts.values():
-            with pytest.raises(OutputError, match="File too large"):
-                part.flush()
-        sys.exit(5)
-        """, str(tmp_path))
-    assert done.returncode == 5 and done.stderr == "", done.stderr
-    assert done.stdout.splitlines() == [
-        f"cannot write {tmp_path}/replica-00000.h5: File too large",
-        f"cannot write {tmp_path}/logits-00000-00000.h5: File too large"]
-    with h5py.File(tmp_path / "replica-00000.h5") as file:  # what was flushed before is still whole
-        assert 5 < whole_requests(file) == len(file["requests"])
-        assert file["sequences"]["text"][-1].decode().startswith("é ")
-    with h5py.File(tmp_path / "logits-00000-00000.h5") as file:
-        assert len(file["keys"]) > 5 and np.isfinite(file["logits"][:len(file["keys"])]).all()
-
-
 def test_disk_full_while_folding_keeps_everything(tmp_path):
     path = tmp_path / "out.h5"
     with h5py.File(path, "w") as file:
         file["x"] = 1
     parts = check_output(path, True)
     write_parts(parts, [make_request(np.random.default_rng(1), index, index % 3) for index in range(30)])
-    before = sorted(os.listdir(parts))
+    before = names(parts)
     done = in_process("""
         full_disk(int(sys.argv[3]))
         try:
-            fold(sys.argv[1], sys.argv[2], HEADER, steps_table(), ranks_table(), [], True)
+            fold(sys.argv[1], sys.argv[2], HEADER, True)
         except OutputError as error:
             print(error)
             sys.exit(5)
         """, str(path), parts, "20000")
     assert done.returncode == 5 and done.stderr == "", done.stderr
     assert done.stdout == f"cannot write {path}.tmp: File too large\n"
-    assert sorted(os.listdir(tmp_path)) == ["out.h5", "out.h5.parts"] and sorted(os.listdir(parts)) == before
+    assert sorted(os.listdir(tmp_path)) == ["out.h5", "out.h5.parts"] and names(parts) == before
     with h5py.File(path) as file:
         assert file["x"][()] == 1
-    assert fold(path, parts, HEADER, steps_table(), ranks_table(), [], True)["requests"] == 30
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.3])
-def test_kill_9_leaves_readable_parts(tmp_path, seconds):
-    program = textwrap.dedent(f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_hdf5 import *
-        part = ReplicaPart(sys.argv[1] + "/replica-00000.h5", flush_seconds=0)
-        logits = LogitsPart(sys.argv[1] + "/logits-00000-00000.h5", 0, 700, "f16", flush_seconds=0)
-        for index in range(10**9):
-            choice = SequenceRecord(0, 0, 0, 7, [1, index], [-1.0, -2.0], f"text {{index}} " * 20, "stop",
-                                    top=[[(index, -1.0)], []])
-            part.add_request(index=index, line=index + 1, custom_id=str(index), replica=0, prompts=[[index]],
-                             choices=[choice])
-            logits.append(np.array([[index, 0, 0, 0]]), np.full((1, 700), index % 1000))
-            if index == 2:
-                print("ready", flush=True)
-        """)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment,
-                              stdout=subprocess.PIPE)
-    assert writer.stdout.readline() == b"ready\n"
-    time.sleep(seconds)
-    writer.kill()
-    assert writer.wait() == -signal.SIGKILL
-    writer.stdout.close()
-    with h5py.File(tmp_path / "replica-00000.h5") as file:
-        count = whole_requests(file)
-        assert count >= 3
-        assert file["requests"]["line"][:count].tolist() == list(range(1, count + 1))
-        assert file["tokens"][1:2 * count:2].tolist() == list(range(count))
-        assert file["sequences"]["text"][count - 1].decode() == f"text {count - 1} " * 20
-    with h5py.File(tmp_path / "logits-00000-00000.h5") as file:
-        count = len(file["keys"])
-        assert count >= 3 and len(file["logits"]) >= count
-        # The flush that the kill interrupted may have left its own row's chunk torn (HDF5 orders nothing within one).
-        np.testing.assert_array_equal(file["logits"][:count - 1, 699], np.arange(count - 1) % 1000)
-
-
-def test_a_writer_that_is_never_closed_does_not_break_the_exit(tmp_path):
-    done = in_process("""
-        part = ReplicaPart(sys.argv[1] + "/replica-00000.h5")
-        part.add_request(**make_request(np.random.default_rng(0), 0, 0))
-        raise ValueError("a fault")
-        """, str(tmp_path))
-    assert done.returncode == 1 and done.stderr.strip().endswith("ValueError: a fault")
-    with h5py.File(tmp_path / "replica-00000.h5") as file:
-        assert len(file["requests"]) == 0
+    assert fold(path, parts, HEADER, True)["requests"] == 30
 
 
 # The file layer
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=20), st.integers(0, 12))
-def test_gather(tmp_path_factory, pieces, gap):
-    data = np.arange(60) * 7
-    starts, counts = (np.array([piece[i] for piece in pieces], np.int64) for i in (0, 1))
-    path = tmp_path_factory.getbasetemp() / "gather.h5"
-    if not path.exists():
-        with h5py.File(path, "w") as file:
-            file["x"] = data
-    with h5py.File(path) as file:
-        found = gather(file["x"], starts, counts, gap)
-    assert found.tolist() == [value for start, count in pieces for value in data[start:start + count]]
 
 
 @settings(max_examples=60, deadline=None)

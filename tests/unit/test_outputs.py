@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 
+import h5py
 import pytest
+from made_parts import HEADER
 
 from mpillm import io
 from mpillm.errors import LaunchError, OutputError, UsageError
 from mpillm.formats.hold import Hold
-from mpillm.formats.results import ResultsPart, Target
+from mpillm.formats.part_scan import choose, read_parts
+from mpillm.formats.parts import RequestsPart, finished
+from mpillm.formats.results import Target
 from mpillm.machine.launch import check_shared_memory
 
 
@@ -51,45 +57,160 @@ def test_outputs_are_one_runs(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def paths(folder) -> tuple[str, str]:
+    return str(folder / "o.h5"), str(folder / "r.jsonl")
+
+
+def record(parts: str, *indices: int, attempt: int = 0, replica: int = 0) -> None:
+    """What a replica leaves that finished these requests."""
+    with RequestsPart(parts, attempt, replica, 1.0) as part:
+        for index in indices:
+            part.add(index=index, line=index + 1, custom_id=None, replica=replica, tp=1, result={"index": index})
+
+
+def lines(path: str) -> list[int]:
+    return [json.loads(line)["index"] for line in open(path)]
+
+
 def test_parts_of_a_killed_run_go_only_when_the_next_begins(tmp_path):
-    output, results = str(tmp_path / "o.h5"), str(tmp_path / "r.jsonl")
-    killed = io.Outputs(output, results, False)
-    ResultsPart(os.path.join(killed.parts, "results-0000.jsonl")).add(0, {"a": 1})
+    killed = io.Outputs(*paths(tmp_path), False)
+    record(killed.parts, 0)
     killed.release()
-    with pytest.raises(OutputError, match="parts of an earlier run"):
-        io.Outputs(output, results, False)
-    again = io.Outputs(output, results, True)
-    assert "results-0000.jsonl" in os.listdir(again.parts)
+    with pytest.raises(OutputError, match="parts of an earlier run.*--resume.*--overwrite"):
+        io.Outputs(*paths(tmp_path), False)
+    again = io.Outputs(*paths(tmp_path), True)
+    assert "requests-0000-00000.journal" in os.listdir(again.parts)
     again.begin()
-    assert "results-0000.jsonl" not in os.listdir(again.parts)
+    assert os.listdir(again.parts) == ["lock"]
     again.release()
     assert os.listdir(tmp_path) == []
 
 
-def test_results_are_merged_in_order_and_renamed_last(tmp_path):
-    path = str(tmp_path / "r.jsonl")
-    target = Target(path, False)
-    parts = [str(tmp_path / f"results-000{i}.jsonl") for i in range(2)]
-    for i, part in enumerate(parts):
-        writer = ResultsPart(part)
-        for index in (4 + i, 2 + i - 2 * i, 0 + i):
-            writer.add(index, {"index": index})
-    assert target.fill(parts) == 6
-    assert not os.path.exists(path)
-    target.commit()
-    assert [line[:11] for line in open(path)] == [f'{{"index": {i}' for i in (0, 1, 1, 2, 4, 5)]
-    assert not os.path.exists(path + ".tmp")
+def test_parts_of_a_killed_run_stay_when_it_is_resumed(tmp_path):
+    killed = io.Outputs(*paths(tmp_path), False)
+    record(killed.parts, 2, 0)
+    for name in ("run.json", "prompts.digests"):
+        open(os.path.join(killed.parts, name), "x").close()
+    killed.release()
+    open(tmp_path / "o.h5.tmp", "w").write("half a fold")
+    open(tmp_path / "r.jsonl.tmp", "w").write("half a line")
+    again = io.Outputs(*paths(tmp_path), False, resume=True)
+    with pytest.raises(OutputError, match="another run is writing"):
+        io.Outputs(str(tmp_path / "o.h5"), str(tmp_path / "r2"), False, resume=True)
+    again.begin()
+    assert not again.finished and finished(again.parts).indices.tolist() == [0, 2]
+    record(again.parts, 1, 0, attempt=1)             # one of them a second time
+    summary = again.finish(HEADER)
+    again.release()
+    assert (summary["requests"], summary["warning"]) == (3, None)
+    assert lines(paths(tmp_path)[1]) == [0, 1, 2]
+    with h5py.File(paths(tmp_path)[0]) as file:
+        assert file["requests"]["attempt"].tolist() == [0, 1, 0]
+    assert sorted(os.listdir(tmp_path)) == ["o.h5", "r.jsonl"]
 
 
-def test_results_that_appear_during_the_run_are_kept(tmp_path):
-    path = tmp_path / "r.jsonl"
-    target = Target(str(path), False)
-    path.write_text("precious")
-    target.fill([])
-    with pytest.raises(OutputError, match="exists"):
+def test_resuming_a_finished_run_has_nothing_to_do_and_nothing_at_all_is_a_start(tmp_path):
+    new = io.Outputs(*paths(tmp_path), False, resume=True)
+    assert not new.finished
+    record(new.parts, 0)
+    new.finish(HEADER)
+    new.release()
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    for overwrite in (False, True):
+        done = io.Outputs(*paths(tmp_path), overwrite, resume=True)
+        assert done.finished
+        done.release()
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    os.unlink(tmp_path / "r.jsonl")
+    with pytest.raises(OutputError, match="o.h5 exists"):    # half of it is not a finished run
+        io.Outputs(*paths(tmp_path), False, resume=True)
+    assert os.listdir(tmp_path) == ["o.h5"]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of the program runs after it."""
+
+
+def die_at(monkeypatch, target, name: str, count: int) -> None:
+    """The count-th call of ``target.name`` is a kill before it does anything."""
+    real, left = getattr(target, name), [count]
+
+    def dying(*arguments, **more):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(target, name, dying)
+
+
+@pytest.mark.parametrize("target, name, count", [
+    (io.hdf5, "build", 1), (io.hdf5, "mark_committed", 1), (io.hdf5, "move_into_place", 1), (os, "replace", 1),
+    (os, "replace", 2), (io.hdf5, "discard_parts", 1), (os, "unlink", 1), (os, "unlink", 3), (os, "unlink", 4),
+    (os, "rmdir", 1)])
+def test_a_kill_while_the_outputs_are_made_loses_nothing(tmp_path, target, name, count):
+    (tmp_path / "new").mkdir()
+    held = io.Outputs(*paths(tmp_path / "new"), False)
+    record(held.parts, 3, 1)
+    record(held.parts, 0, 2, replica=1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        die_at(patch, target, name, count)
+        held.finish(HEADER)
+    # The folder as the dead process leaves it, without its locks
+    shutil.copytree(tmp_path / "new", tmp_path / "left")
+    held.release()
+    output, results = paths(tmp_path / "left")
+    again = io.Outputs(output, results, False, resume=True)
+    if not again.finished:
+        assert finished(again.parts).indices.tolist() == [0, 1, 2, 3]
+        again.begin()
+        again.finish(HEADER)
+    again.release()
+    assert lines(results) == [0, 1, 2, 3]
+    with h5py.File(output) as file:
+        assert file["requests"]["line"].tolist() == [1, 2, 3, 4]
+    assert sorted(os.listdir(tmp_path / "left")) == ["o.h5", "r.jsonl"]
+
+
+def test_results_come_in_the_order_of_lines_or_of_their_ends(tmp_path, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("mpillm.formats.parts.time.time", lambda: next(clock))
+    parts = str(tmp_path)
+    record(parts, 5, 2, 0)
+    record(parts, 4, 1, 3, replica=1)
+    monkeypatch.setattr("mpillm.formats.results._BATCH", 2)
+    for order, expected in (("input", [0, 1, 2, 3, 4, 5]), ("finished", [5, 2, 0, 4, 1, 3])):
+        path = str(tmp_path / order)
+        target, found = Target(path, False), read_parts(parts)
+        assert target.fill(found, choose(found), order) == 6
+        assert not os.path.exists(path)
         target.commit()
-    target.release()
-    assert path.read_text() == "precious"
+        assert lines(path) == expected and not os.path.exists(path + ".tmp")
+
+
+def test_outputs_that_appear_during_the_run_are_kept(tmp_path):
+    for name in ("o.h5", "r.jsonl"):
+        held = io.Outputs(*paths(tmp_path), False, resume=True)
+        record(held.parts, 0)
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(OutputError, match=f"{name} (exists|appeared)"):
+            held.finish(HEADER)
+        held.release()
+        assert (tmp_path / name).read_text() == "precious"
+        assert sorted(os.listdir(tmp_path)) == sorted(["o.h5.parts", name]), "the parts have everything"
+        os.unlink(tmp_path / name)
+        shutil.rmtree(tmp_path / "o.h5.parts")
+
+
+def test_what_is_not_the_run_s_stays_in_the_folder(tmp_path):
+    held = io.Outputs(*paths(tmp_path), False)
+    record(held.parts, 0)
+    open(os.path.join(held.parts, "mine.txt"), "x").close()
+    open(os.path.join(held.parts, "rank-0000-000001.journal.damaged"), "x").close()
+    assert "cannot remove" in held.finish(HEADER)["warning"]
+    held.release()
+    assert sorted(os.listdir(held.parts)) == ["mine.txt", "rank-0000-000001.journal.damaged"]
+    assert sorted(os.listdir(tmp_path)) == ["o.h5", "o.h5.parts", "r.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["no/such/r.jsonl", "x" * 252, "folder/", "folder"])
@@ -104,8 +225,8 @@ def test_a_device_is_not_replaced_and_a_link_is_followed(tmp_path):
     with pytest.raises(OutputError, match="not a regular file"):
         Target("/dev/null", True)
     os.symlink(tmp_path / "real", tmp_path / "link")
-    target = Target(str(tmp_path / "link"), False)
-    target.fill([])
+    target, found = Target(str(tmp_path / "link"), False), read_parts(str(tmp_path))
+    target.fill(found, choose(found))
     target.commit()
     assert (tmp_path / "real").exists() and os.path.islink(tmp_path / "link")
 

@@ -15,17 +15,18 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from test_hdf5 import FAILED, HEADER, make_request, ranks_table, steps_table
+from made_parts import FAILED, HEADER, make_request
 
 from mpillm import cli, main
 from mpillm.cli import report
-from mpillm.cli.run import Batch, Outcome, shares, waiting
+from mpillm.cli.run import Batch, shares
 from mpillm.cli.show import show
 from mpillm.config import RunConfig
 from mpillm.engine import progress
-from mpillm.engine.generate import STEP_RECORD
 from mpillm.errors import InputError, UsageError
-from mpillm.formats.hdf5 import ReplicaPart, SequenceRecord, check_output, fold, replica_part_path
+from mpillm.formats.hdf5 import check_output, fold
+from mpillm.formats.hdf5_fold import TIMES
+from mpillm.formats.parts import RequestsPart, SequenceRecord, requests_path
 from mpillm.partition import Layout
 
 ROOT = Path(__file__).parents[2]
@@ -155,32 +156,37 @@ def test_the_table_of_the_split_has_a_line_a_rank():
         [r, f"node{r}", r, "0", "1", "3.00", "GiB", "of", "0"] for r in "23"]
 
 
-def steps(*rows: tuple[int, int, float, float]) -> np.ndarray:
-    """Records of steps: prompt rows, decode rows, total seconds, communication seconds."""
-    return np.array([(*row[:2], 0.0, *row[2:], 0.0) for row in rows], STEP_RECORD)
+def times(*rows: tuple) -> np.ndarray:
+    """Sums of the ranks of two replicas of three: rank, then by the names of the columns from ``steps`` on."""
+    table = np.zeros(len(rows), TIMES)
+    for own, (rank, *values) in zip(table, rows, strict=True):
+        own["rank"], own["replica"], own["tp_rank"] = rank, rank // 3, rank % 3
+        for name, value in zip(TIMES.names[4:], values, strict=True):
+            own[name] = value
+    return table
 
 
 def test_rates_are_those_of_steps_with_and_without_prompt_rows():
-    assert report.rates(steps((30, 0, 2.0, 0), (10, 4, 3.0, 0), (0, 5, 0.25, 0), (0, 5, 0.75, 0))) == (8.0, 10.0)
-    assert report.rates(steps((30, 0, 2.0, 0))) == (15.0, 0.0)
-    assert report.rates(steps()) == (0.0, 0.0)
+    assert report.rates(times((0, 4, 6, 0, 0, 5, 1, 40, 10))) == (8.0, 10.0)
+    assert report.rates(times((0, 1, 2, 0, 0, 2, 0, 30, 0))) == (15.0, 0.0)
+    assert report.rates(times((0, 0, 0, 0, 0, 0, 0, 0, 0))) == (0.0, 0.0)
 
 
 def test_the_table_of_times_tells_computing_from_communicating():
-    text = report.speed_table([(3, steps((1, 0, 2.0, 0.5), (0, 1, 2.0, 0.5)), np.array([0.25, 0.1])),
-                               (4, steps(), np.zeros(0))])
+    text = report.speed_table(times((3, 2, 4.0, 1.0, 0.35, 0, 0, 0, 0), (4, 0, 0, 0, 0, 0, 0, 0, 0)))
     assert [line.split() for line in text.splitlines()[2:]] == [
         ["3", "2", "4.00", "3.00", "1.00", "0.35", "25", "%"], ["4", "0", "0.00", "0.00", "0.00", "0.00", "0", "%"]]
 
 
 def summarize(**changes) -> None:
+    busy, idle = (2, 3, 1.5, 0, 2, 1, 20, 4), (0, 0, 0, 0, 0, 0, 0, 0)
+    follower = (2, 0.002, 0, 0, 0.001, 0.001, 20, 4)     # only roots count, or tokens would count twice
+    table = times(*((rank, *row) for rank, row in enumerate((busy, follower, follower, busy, idle, idle))))
+    earlier = table.copy()
+    table["attempt"] = 1
     summary = {"requests": 7, "failed": 2, "prompt_tokens": 41, "completion_tokens": 12, "logits_clamped": 0,
-               "path": "/x/out.h5", "bytes": 3 << 20} | changes
-    busy, idle = steps((20, 0, 2.0, 1.0), (0, 4, 1.0, 0.5)), steps()
-    follower = steps((20, 0, 0.001, 0.0), (0, 4, 0.001, 0.0))     # only roots count, or tokens would count twice
-    report.summarize(summary, RunConfig("in.jsonl", results="r.jsonl"), Layout(2, 3, 0),
-                     [(0, busy, np.zeros(2)), (1, follower, np.zeros(2)), (2, busy, np.zeros(2)),
-                      (3, follower, np.zeros(2)), (4, idle, np.zeros(0)), (5, idle, np.zeros(0))], 12.34)
+               "path": "/x/out.h5", "bytes": 3 << 20, "times": np.concatenate([earlier, table])} | changes
+    report.summarize(summary, RunConfig("in.jsonl", results="r.jsonl"), 12.34)
 
 
 def test_the_summary_adds_the_replicas_up(said):
@@ -190,6 +196,11 @@ def test_the_summary_adds_the_replicas_up(said):
     assert done == ("done in 12.3 s: 5 request(s) answered, 2 failed; 41 prompt and 12 generated tokens; "
                     "prefill 20.0 tokens/s, decode 8.0 tokens/s")
     assert where == "results: r.jsonl\nHDF5:    in.h5 (3.0 MiB)"
+
+
+def test_a_run_without_steps_has_a_summary(said):
+    summarize(times=times())
+    assert "prefill 0.0 tokens/s, decode 0.0 tokens/s" in said()[1]
 
 
 def test_logits_that_float16_cannot_hold_are_a_warning(said, caplog):
@@ -210,15 +221,18 @@ def output(tmp_path_factory) -> str:
     path = str(folder / "out.h5")
     parts = check_output(path, False)
     random = np.random.default_rng(0)
-    with ReplicaPart(replica_part_path(parts, 0)) as part:
+    with RequestsPart(parts, 0, 0, 1.0) as part:
+        for index, line, custom_id, status, error in FAILED:
+            part.add(index=index, line=line, custom_id=custom_id, status=status, error=error, replica=-1, tp=0,
+                     result={})
         choice = SequenceRecord(0, 0, 0, 7, [1, 2, 3], [-1.0] * 3, LONG, "length", queue_s=0.0, prefill_s=0.1,
                                 first_token_s=1.234, decode_s=5.678)
-        part.add_request(index=0, line=2, custom_id=None, replica=0, prompts=[[5, 6]], choices=[choice])
+        part.add(index=0, line=2, custom_id=None, replica=0, tp=1, prompts=[[5, 6]], choices=[choice], result={})
         for index in range(2, 40):
             if index != 7:
-                part.add_request(**make_request(random, index, 0))
+                part.add(**make_request(random, index, 0))
     header = HEADER | {"model": json.dumps({"hidden": 8, "name": "tiny-model"})}
-    fold(path, parts, header, steps_table(), ranks_table(), FAILED, False)
+    fold(path, parts, header, False)
     return path
 
 
@@ -258,7 +272,8 @@ def foreign(folder: Path, kind: str) -> str:
     if kind == "text":
         path.write_text("hello\n")
     elif kind == "part":
-        ReplicaPart(str(path)).close()
+        RequestsPart(str(folder), 0, 0, 1.0).close()
+        os.rename(requests_path(str(folder), 0, 0), path)
     elif kind != "missing":
         with h5py.File(path, "w") as file:
             if kind != "bare":
@@ -348,31 +363,6 @@ def test_show_as_a_module(output, tmp_path):
 
 
 # Of the main job
-
-
-def outcome(replica: int, tp_rank: int, communication: list[float], waited: list[float]) -> Outcome:
-    table = np.zeros(len(communication), STEP_RECORD)
-    table["communication_s"], table["waited_s"] = communication, waited
-    return Outcome(replica, tp_rank, table, [], 0, [])
-
-
-def test_waiting_is_measured_where_it_can_be():
-    found = waiting([outcome(0, 0, [1.0, 2.0], [0.25, 3.0]), outcome(0, 1, [4.0, 2.5], [0.0, 0.5])])
-    assert found.keys() == {(0, 0), (0, 1)}
-    assert found[0, 0].tolist() == [0.25, 2.0], "never more than the communication that it is a part of"
-    assert found[0, 1].tolist() == [0.0, 0.5]
-
-
-def test_waiting_is_inferred_from_the_fastest_rank_of_the_replica():
-    found = waiting([outcome(0, 0, [1.0, 2.0], [0, 0]), outcome(1, 0, [0.5], [0]), outcome(0, 1, [4.0, 1.5], [0, 0]),
-                     outcome(1, 1, [0.75], [0])])
-    assert {key: value.tolist() for key, value in found.items()} == {
-        (0, 0): [0.0, 0.5], (0, 1): [3.0, 0.0], (1, 0): [0.0], (1, 1): [0.25]}
-
-
-def test_waiting_of_a_replica_without_requests_is_empty():
-    found = waiting([outcome(0, 0, [1.0], [0.5]), outcome(1, 0, [], [])])
-    assert found[1, 0].tolist() == [] and found[0, 0].tolist() == [0.5]
 
 
 def test_every_replica_gets_every_so_manieth_request():
