@@ -154,12 +154,12 @@ def _far_memory(topology: Topology, places: Sequence[RankCores]) -> list[str]:
     wide = [rank for rank, place in enumerate(places) if len(place.domains) > 1]
     if wide and len(has) > 1:
         spanned = sorted({domain for rank in wide for domain in places[rank].domains})
-        lines.append(f"local ranks {format_cpu_list(wide)} have cores in several of the NUMA domains "
-                     f"{format_cpu_list(spanned)}: they read each other's memory; "
+        lines.append(f"local rank(s) {format_cpu_list(wide)}: cores in several of the NUMA domains "
+                     f"{format_cpu_list(spanned)}, which read each other's memory; "
                      f"{len(topology.cpu_domains())} ranks a node, or a multiple, keep to their own")
     for domain in sorted({domain for place in places for domain in place.domains} - has if has else ()):
         ranks = [rank for rank, place in enumerate(places) if domain in place.domains]
-        lines.append(f"NUMA domain {domain} has no memory: local ranks {format_cpu_list(ranks)} use that of domain "
+        lines.append(f"NUMA domain {domain} has no memory: local rank(s) {format_cpu_list(ranks)} use that of domain "
                      f"{format_cpu_list(topology.memory_of([domain]))}")
     return lines
 

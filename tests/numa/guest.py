@@ -116,11 +116,17 @@ def boot(vmlinuz: Path, image: Path, seconds: float, said: Callable[[str], objec
                                           stderr=subprocess.STDOUT, errors="replace")
     clock = threading.Timer(seconds, machine.kill)
     clock.start()
+    shown = False
     try:
         assert machine.stdout is not None, "its output is a pipe"
         for line in machine.stdout:
             lines.append(line.replace("\r", ""))
-            said(lines[-1])
+            if lines[-1] == "== end\n":
+                shown = False
+            if shown:
+                said(lines[-1])
+            elif lines[-1].endswith("== begin\n"):
+                shown = True
     finally:
         clock.cancel()
         machine.kill()

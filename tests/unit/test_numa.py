@@ -97,7 +97,7 @@ def test_ranks_of_four_domains_a_socket(tmp_path):
         ((2 * d, 2 * d + 1), (d,), (d,)) for d in range(8)] and not plan.warnings
     plan = affinity.plan(top, [range(16)] * 2)
     assert [r.memory for r in plan.ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert len(plan.warnings) == 1 and "local ranks 0-1 have cores in several" in plan.warnings[0]
+    assert len(plan.warnings) == 1 and "local rank(s) 0-1: cores in several" in plan.warnings[0]
     assert "8 ranks a node" in plan.warnings[0]
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_the_launcher_bound_across_domains(tmp_path):
     top = topology.read_topology(machine(tmp_path, TWO_SOCKETS, smt=8) + "/sys")
     plan = affinity.plan(top, [{0, 1}, {3, 4}])
     assert [r.memory for r in plan.ranks] == [(0,), (0, 1)]
-    assert len(plan.warnings) == 1 and "local ranks 1 have cores in several of the NUMA domains 0-1" in plan.warnings[0]
+    assert len(plan.warnings) == 1 and "local rank(s) 1: cores in several of the NUMA domains 0-1" in plan.warnings[0]
 
 
 def test_cores_that_are_offline(tmp_path):
@@ -125,7 +125,7 @@ def test_a_domain_whose_cores_are_all_offline(tmp_path):
 def test_cores_without_memory_use_the_nearest_and_say_so(tmp_path):
     plan = affinity.plan(topology.read_topology(machine(tmp_path, NO_MEMORY) + "/sys"), [range(8)] * 2)
     assert [(r.domains, r.memory) for r in plan.ranks] == [((0,), (1,)), ((1,), (1,))]
-    assert plan.warnings == ("NUMA domain 0 has no memory: local ranks 0 use that of domain 1",)
+    assert plan.warnings == ("NUMA domain 0 has no memory: local rank(s) 0 use that of domain 1",)
 
 
 def test_memory_only_domains_are_left_to_whoever_asks_for_them(tmp_path):
