@@ -5,7 +5,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 RANKS ?= 3
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test test-all test-reference lint bench env clean
+.PHONY: demo test test-all test-slurm test-numa test-reference lint bench env clean
 
 demo: $(VENV)/.demo
 	@mkdir -p demo
@@ -18,6 +18,14 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	python -m pytest -m "slow or not slow"
+
+# The scripts of jobs/ under a SLURM of virtual nodes: tests/slurm/setup.sh installs it, as root.
+test-slurm: $(VENV)/.test
+	python -m pytest tests/slurm -m slurm
+
+# A guest with two NUMA nodes: needs QEMU, see docs/numa.md.
+test-numa: $(VENV)/.test
+	python -m pytest tests/numa -m numa
 
 # Fresh random checkpoints, compared live with transformers: needs torch.
 test-reference: $(VENV)/.reference

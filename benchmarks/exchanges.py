@@ -13,6 +13,7 @@ import sys
 
 from mpillm import collectives, main
 from mpillm.jit import exchange
+from mpillm.machine import launch
 
 SIZES = (2304, 16 << 10, 256 << 10, 1 << 20)
 
@@ -30,7 +31,7 @@ def run(argv: list[str]) -> int:
 
     ways = {"shm": {}, "mpi": {"mode": "mpi"}, "messages": {"shared": False}}
     if given.nodes:
-        os.environ[collectives.FAKE_NODES] = str(given.nodes)
+        os.environ[launch.FAKE_NODES] = str(given.nodes)
         ways = {wire: {"wire": wire} for wire in ("f32", "bf16", "q8_0")}
     for way, options in ways.items():
         replica = world.split(world.size, 1, **options)

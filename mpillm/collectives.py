@@ -18,8 +18,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from mpillm.errors import LaunchError, MpillmError, UsageError
-from mpillm.machine import affinity, launch, topology
+from mpillm.errors import MpillmError, UsageError
+from mpillm.machine import affinity, launch, memory, topology
 from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
 from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
@@ -29,7 +29,6 @@ T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
 FAREWELL = 0.25                 # seconds before an abort: launchers forward last words late, or drop them
 MODES = ("shm", "mpi")
-FAKE_NODES = "MPILLM_FAKE_NODES"   # for tests: exchange as if the ranks were on so many nodes, or on those listed
 LOG = logging.getLogger("mpillm.exchange")
 
 
@@ -48,6 +47,7 @@ class World:
         masks = self._node_comm.allgather(tuple(affinity.own_mask()))
         drop_library_segments()        # all have them open; whoever is killed later leaves nothing behind
         self.cores = len(set().union(*masks))
+        self._bound: list[tuple[int, ...]] = [()] * self.node_size    # NUMA domains of the memory of the node's ranks
         self._threads, self.crowded = 1, self.node_size > self.cores
         self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
 
@@ -152,9 +152,10 @@ class World:
         raise worst
 
     def place(self, threads: int | None = None, pinning: bool = True, root: str = "/") -> affinity.Placement:
-        """Decide this rank's cores and threads together with its node's ranks, and pin it; see affinity.plan.
+        """Decide this rank's cores and threads together with its node's ranks, pin it, bind its memory there.
 
-        Call before threads are started. ``threads``: --threads-per-rank, None = the rank's physical cores.
+        See affinity.plan and affinity.bind_memory. Call before threads are started and memory is touched.
+        ``threads``: --threads-per-rank, None = the rank's physical cores. ``pinning`` False leaves both alone.
         """
         if threads is not None and threads < 1:
             raise UsageError(f"--threads-per-rank {threads}: at least 1 is needed")
@@ -169,12 +170,18 @@ class World:
                 affinity.pin(place.cpus)
             except OSError as error:
                 warnings += (f"rank {self.rank} could not be pinned to CPUs {place.cpus}: {error.strerror}",)
+        bound, lines = affinity.bind_memory(place.memory, cores, root) if pinning else ((), ())
+        self._bound = self._node_comm.allgather(bound)
         self._threads = place.threads
         self.crowded = sum(self._node_comm.allgather(place.threads)) > self.cores
-        row = affinity.table_row(self.rank, self.host, place)
-        rows, lines = zip(*self.allgather((row, warnings)), strict=True)
+        row = affinity.table_row(self.rank, self.host, place, bound, self.free_nbytes(root))
+        rows, said = zip(*self.allgather((row, warnings + lines)), strict=True)
         return affinity.Placement(place.threads, place.cpus, place.domains, list(rows),
-                                  list(dict.fromkeys(line for part in lines for line in part)))
+                                  list(dict.fromkeys(line for part in said for line in part)), bound)
+
+    def free_nbytes(self, root: str = "/") -> int:
+        """Bytes that this rank may still take: its share of the node's, and of its NUMA domains' after ``place``."""
+        return memory.share_nbytes(self._bound, self.node_rank, root)
 
     def split(self, layout_tp: int, dp: int, mode: str = "shm", shared: bool = True, wire: str = "f32",
               timeout: float = TIMEOUT) -> Replica | None:
@@ -191,7 +198,7 @@ class World:
         if layout_tp < 1 or dp < 1 or layout_tp * dp > self.size:
             raise UsageError(f"{dp} x {layout_tp} ranks are wanted, the job has {self.size}")
         index, rank = divmod(self.rank, layout_tp)
-        node, member = self._exchange_node(), index < dp
+        node, member = launch.exchange_node(os.environ, self.rank, self.size, self.node), index < dp
         nodes = self._comm.allgather(node)
         spans = any(len(set(nodes[i * layout_tp:(i + 1) * layout_tp])) > 1 for i in range(dp))
         self.wire = wire if spans and mode == "shm" else "f32"
@@ -204,17 +211,6 @@ class World:
         if mode == "mpi" and self.rank == 0:
             LOG.info("sums over ranks by MPI_Allreduce: their order is MPI's choice, and last bits may vary")
         return Replica(Group(self._mpi, comm, means), layout_tp, dp, index, mode)
-
-    def _exchange_node(self) -> int:
-        """The node of this rank, as far as exchanges are concerned."""
-        fake = os.environ.get(FAKE_NODES)
-        if not fake:
-            return self.node
-        try:
-            listed = [int(node) for node in fake.split(",")]
-        except ValueError:
-            raise LaunchError(f"{FAKE_NODES}={fake}: give a number of nodes, or each rank's node as 0,1,...") from None
-        return listed[self.rank % len(listed)] if len(listed) > 1 else self.rank * listed[0] // self.size
 
 
 _world: World | None = None     # MPI can be started once per process

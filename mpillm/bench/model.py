@@ -31,7 +31,6 @@ from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.engine.setup import LoadedModel, Split
 from mpillm.errors import ModelError
 from mpillm.kernels import LayerCache
-from mpillm.machine import memory
 from mpillm.models.config import ModelConfig
 
 LOG = logging.getLogger("mpillm.bench")
@@ -262,7 +261,7 @@ def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache]
     world, config = loaded.ranks.world, loaded.config
     kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
     needed = blocks_of(test, amount) * block_bytes(loaded.settings.kv_type, config.n_layers, kv_heads, config.head_dim)
-    free = memory.available_nbytes() // world.node_size
+    free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:
             LOG.warning("%s at batch %d is left out: its cache takes %s on a rank, which has %s free", test.name,

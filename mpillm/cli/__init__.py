@@ -19,6 +19,8 @@ commands:
   show        a short table of a run's results: mpillm show out.h5
   doctor      what a run would find on this machine, and what stands in its way
   bench       the machine's limits and a model's speed against them: mpillm bench machine | model
+  split       one part of a prompts file, for an array of jobs: mpillm split --prompts in.jsonl --part 1/8 ..
+  merge       their results as one file: mpillm merge --prompts in.jsonl --output all.results.jsonl p*.results.jsonl
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -54,8 +56,21 @@ def _perplexity(argv: list[str]) -> int:
     return main(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor,
-                                                   "bench": _bench, "perplexity": _perplexity}
+def _split(argv: list[str]) -> int:
+    from mpillm.cli.merge import split
+
+    return split(argv)
+
+
+def _merge(argv: list[str]) -> int:
+    from mpillm.cli.merge import merge
+
+    return merge(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run, "perplexity": _perplexity, "show": _show, "doctor": _doctor, "bench": _bench, "split": _split,
+    "merge": _merge}
 
 
 def command(argv: list[str]) -> int:

@@ -222,7 +222,6 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     from mpillm.bench.model import Loaded
     from mpillm.cli import run
     from mpillm.engine import setup
-    from mpillm.machine import memory
     from mpillm.models.load import memory_format
     from mpillm.models.parse import open_checkpoint, open_model
     from mpillm.models.weights import Weights
@@ -239,7 +238,7 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
 
     found = world.agree(job)
     weights = world.agree_all(lambda: Weights(open_checkpoint(found.path), found.model))
-    free = min(world.allgather(memory.available_nbytes() // world.node_size))
+    free = min(world.allgather(world.free_nbytes()))
     split = world.agree(lambda: setup.choose_split(settings, found.model, weights, world.size, free))
     ranks, _ = _ranks(world, given, world.size)
     kernels.prepare_threads(world.crowded)

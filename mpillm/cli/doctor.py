@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,7 @@ from mpillm import __version__
 from mpillm.cli.report import printable
 from mpillm.config import format_size
 from mpillm.errors import LaunchError, MpillmError
-from mpillm.machine import affinity, launch, memory, topology
+from mpillm.machine import affinity, launch, memory, numa, topology
 
 EXAMPLES = """\
 examples:
@@ -98,6 +99,7 @@ def machine_lines(root: str = "/") -> Iterator[Line]:
         yield "memory", f"{format_size(memory.available_nbytes(root))} available", None
     except OSError as error:
         yield "memory", f"unknown ({error})", None
+    yield "NUMA memory", numa_memory(cores, root), None
     yield "huge pages", huge_pages(root), None
 
 
@@ -108,6 +110,39 @@ def describe_cores(cores: topology.Topology, mask: frozenset[int], quota: float 
     text = (f"{len(own)} of {len(cores.cores)} (CPUs {topology.format_cpu_list(mask)}), "
             f"NUMA domain{'s' if len(domains) > 1 else ''} {topology.format_cpu_list(domains)}")
     return text + (", no CPU quota" if quota is None else f", a CPU quota of {quota:g} cores")
+
+
+def numa_memory(node: topology.Topology, root: str = "/") -> str:
+    """The memory of each NUMA domain, and whether a rank's memory can be bound to it."""
+    if not node.with_memory():
+        return "one domain: nothing to bind"
+    parts = []
+    for domain in node.domains:
+        free = f"{format_size(memory.domain_nbytes(domain.number, root))} of {format_size(domain.nbytes)} free"
+        near = "" if domain.number in node.cpu_domains() else ", no cores"
+        parts.append(f"domain {domain.number}: {free}{near}" if domain.nbytes else
+                     f"domain {domain.number}: none, nearest is {topology.format_cpu_list(domain.nearest)}")
+    return "; ".join(parts) + "; " + bindable(node.with_memory())
+
+
+def bindable(domains: tuple[int, ...]) -> str:
+    """Whether pages bound to each domain lie there; tried in a thread of its own, which has its own policy."""
+    said: list[str] = []
+
+    def attempt() -> None:
+        try:
+            for domain in domains:
+                numa.bind((domain,))
+                found = numa.touched_domains()
+                if found != (domain,):
+                    said.append(f"memory bound to domain {domain} lies in {topology.format_cpu_list(found)}")
+        except OSError as error:
+            said.append(f"memory cannot be bound ({error.strerror}): it lies where it is touched first")
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return said[0] if said else "memory can be bound"
 
 
 def huge_pages(root: str = "/") -> str:

@@ -180,12 +180,11 @@ def _work(world: World, given: dict[str, Any], settings: config.RunConfig, job: 
     from mpillm import kernels
     from mpillm.cli import run
     from mpillm.engine import cost, layout, setup
-    from mpillm.machine import memory
     from mpillm.models.parse import open_checkpoint
     from mpillm.models.weights import Weights
 
     weights = Weights(world.agree_all(lambda: open_checkpoint(job.path)), job.model)
-    free = min(world.allgather(memory.available_nbytes() // world.node_size))
+    free = min(world.allgather(world.free_nbytes()))
     placement = world.place(settings.threads_per_rank, settings.pin)
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)

@@ -40,9 +40,10 @@ def printable(text: str) -> str:
 
 def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], title: str) -> str:
     """Who sits where and holds what, a line a rank (of the first replica; the others are alike)."""
-    header = ["rank", "host", "cores", "NUMA", "threads", "heads", "KV heads", "columns", "vocabulary", "weights",
-              "cache/token"]
-    lines = [[place["rank"], place["host"], place["cores"], place["NUMA domain"], place["threads"], row["heads"],
+    header = ["rank", "host", "cores", "NUMA", "threads", "memory", "heads", "KV heads", "columns", "vocabulary",
+              "weights", "cache/token"]
+    lines = [[place["rank"], place["host"], place["cores"], place["NUMA domain"], place["threads"],
+              _memory(place), row["heads"],
               row["kv_heads"], row["columns"], row["vocab"], format_size(row["weight_bytes"]),
               f"{row['cache_bytes_per_token']:.0f} B"] for row, place in zip(rows, places, strict=False)]
     return render(title, header, lines, left=("host", "cores"))
@@ -50,8 +51,14 @@ def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]]
 
 def place_table(places: Sequence[dict[str, Any]], title: str) -> str:
     """Who sits where."""
-    rows = [[p["rank"], p["host"], p["cores"], p["NUMA domain"], p["threads"]] for p in places]
-    return render(title, ["rank", "host", "cores", "NUMA", "threads"], rows, left=("host", "cores"))
+    rows = [[p["rank"], p["host"], p["cores"], p["NUMA domain"], p["threads"], _memory(p)] for p in places]
+    return render(title, ["rank", "host", "cores", "NUMA", "threads", "memory"], rows, left=("host", "cores"))
+
+
+def _memory(place: dict[str, Any]) -> str:
+    """The bytes that a rank may use, and the NUMA domains that they are bound to."""
+    size = format_size(place["memory bytes"])
+    return f"{size} of {place['memory domain']}" if place["memory domain"] else size
 
 
 def speed_table(times: np.ndarray) -> str:

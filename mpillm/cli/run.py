@@ -30,7 +30,7 @@ from mpillm.errors import MpillmError, Stopped, UsageError
 from mpillm.formats.part_scan import finished
 from mpillm.formats.parts import RankPart
 from mpillm.formats.prompts import PromptFile
-from mpillm.machine import affinity, guard, launch, memory, signals
+from mpillm.machine import affinity, guard, launch, signals
 from mpillm.machine.mail import Mail
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
@@ -171,8 +171,8 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
     """Everything after the checks, on every rank; the exit code."""
     checkpoint = world.agree_all(lambda: open_checkpoint(job.path))
     weights = Weights(checkpoint, job.model)
-    free = min(world.allgather(memory.available_nbytes() // world.node_size))
     placement = world.place(settings.threads_per_rank, settings.pin)
+    free = min(world.allgather(world.free_nbytes()))
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)
     guard.board().say("measuring memory and exchanges for the layout")

@@ -28,7 +28,7 @@ from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import OutputError
 from mpillm.formats.parts import RankPart
-from mpillm.machine import memory, signals
+from mpillm.machine import signals
 from mpillm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LineReader:
 def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split, replica: Replica) -> int:
     """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
     share = split.partition.shares[replica.rank]
-    free = memory.available_nbytes() // world.node_size - setup.activation_bytes(settings, job.model, share)
+    free = world.free_nbytes() - setup.activation_bytes(settings, job.model, share)
     offer = setup.affordable_blocks(
         settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
     if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:

@@ -121,11 +121,11 @@ def resolve_max_tokens(sampling: Sampling, prompt_len: int, max_positions: int) 
 def sequence_seed(run_seed: int, request: Request, item: int, sample: int) -> int:
     """The 64-bit seed of one sequence.
 
-    From (seed, item, sample) where the line has a seed, else from (run seed, line index, item, sample);
-    so it depends on nothing that runs beside it.
+    From (seed, item, sample) where the line has a seed, else from (run seed, line number, item,
+    sample); so it depends on nothing that runs beside it.
     """
     seed = request.sampling.seed
-    numbers = (0, run_seed, request.index, item, sample) if seed is None else (1, seed, item, sample)
+    numbers = (0, run_seed, request.line - 1, item, sample) if seed is None else (1, seed, item, sample)
     packed = struct.pack(f"<{len(numbers)}Q", *(number & (2**64 - 1) for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 

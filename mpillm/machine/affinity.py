@@ -1,4 +1,4 @@
-"""Which cores each rank of a node works on, and with how many threads: decided from masks, without MPI."""
+"""Which cores and which memory each rank of a node works on, with how many threads: from masks, without MPI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mpillm.machine.topology import Core, Topology, format_cpu_list
+from mpillm.machine import numa
+from mpillm.machine.topology import Core, Topology, format_cpu_list, parse_cpu_list, read_text
 
 WHOLE_DOMAIN_WORTH = 0.75       # a rank may lose a quarter of its even share to stay inside NUMA domains
 
@@ -16,7 +17,7 @@ class RankCores:
     """A rank's place: its CPUs, how many physical cores they are, their NUMA domains, its threads.
 
     ``limit``: the most threads that make sense there. ``pin``: the CPUs are fewer than the launcher gave, so
-    the process has to be pinned to them.
+    the process has to be pinned to them. ``memory``: the domains with the memory that is nearest.
     """
 
     cpus: tuple[int, ...]
@@ -25,6 +26,7 @@ class RankCores:
     threads: int
     limit: int
     pin: bool
+    memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,17 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank works: threads, CPUs, NUMA domains; all ranks' ``table`` and ``warnings``."""
+    """Where one rank works: threads, CPUs, NUMA domains; all ranks' ``table`` and ``warnings``.
+
+    ``memory``: the NUMA domains that its memory is bound to; () where it is not bound.
+    """
 
     threads: int
     cpus: tuple[int, ...]
     domains: tuple[int, ...]
     table: list[dict[str, object]]
     warnings: list[str]
+    memory: tuple[int, ...] = ()
 
 
 def _by_domain(cores: Iterable[Core]) -> list[list[Core]]:
@@ -142,6 +148,22 @@ def _limit(places: list[RankCores], threads: int | None, quota: float | None) ->
     return lines
 
 
+def _far_memory(topology: Topology, places: Sequence[RankCores]) -> list[str]:
+    """The lines that say which ranks read memory of another domain than their cores'."""
+    lines, has = [], set(topology.with_memory())
+    wide = [rank for rank, place in enumerate(places) if len(place.domains) > 1]
+    if wide and len(has) > 1:
+        spanned = sorted({domain for rank in wide for domain in places[rank].domains})
+        lines.append(f"local rank(s) {format_cpu_list(wide)}: cores in several of the NUMA domains "
+                     f"{format_cpu_list(spanned)}, which read each other's memory; "
+                     f"{len(topology.cpu_domains())} ranks a node, or a multiple, keep to their own")
+    for domain in sorted({domain for place in places for domain in place.domains} - has if has else ()):
+        ranks = [rank for rank, place in enumerate(places) if domain in place.domains]
+        lines.append(f"NUMA domain {domain} has no memory: local rank(s) {format_cpu_list(ranks)} use that of domain "
+                     f"{format_cpu_list(topology.memory_of([domain]))}")
+    return lines
+
+
 def plan(topology: Topology, masks: Sequence[Iterable[int]], threads: int | None = None,
          quota: float | None = None, allowed: Iterable[int] | None = None) -> NodePlan:
     """Places for the ranks of one node, from their CPU masks as the launcher left them.
@@ -155,7 +177,7 @@ def plan(topology: Topology, masks: Sequence[Iterable[int]], threads: int | None
     known = frozenset(cpu for core in topology.cores for cpu in core.cpus)
     extra = frozenset().union(*sets) - known
     if extra:                    # /sys and the scheduler disagree: believe the scheduler
-        topology = Topology(topology.cores + tuple(Core((cpu,), 0, 0) for cpu in sorted(extra)))
+        topology = replace(topology, cores=topology.cores + tuple(Core((cpu,), 0, 0) for cpu in sorted(extra)))
     found: dict[int, RankCores] = {}
     lines: list[str] = []
     for mask in dict.fromkeys(sets):
@@ -166,9 +188,10 @@ def plan(topology: Topology, masks: Sequence[Iterable[int]], threads: int | None
         if len(members) > count:
             lines.append(f"{len(members)} ranks share {count} core(s) (CPUs {format_cpu_list(mask)}): "
                          "one thread each, expect them to wait for each other")
-    places = [found[rank] for rank in range(len(sets))]
+    places = [replace(found[rank], memory=topology.memory_of(found[rank].domains)) for rank in range(len(sets))]
     lines += _overlaps(topology, sets, places)
     lines += _limit(places, threads, quota)
+    lines += _far_memory(topology, places)
     used, whole = len(topology.within(frozenset().union(*sets))), len(topology.within(allowed or ()))
     if used < whole:
         lines.append(f"the launcher bound {len(sets)} rank(s) to {used} of {whole} cores: --bind-to none "
@@ -204,7 +227,43 @@ def pin(cpus: Iterable[int]) -> None:
             continue
 
 
-def table_row(rank: int, host: str, place: RankCores) -> dict[str, object]:
-    """One row of the table that a run shows at its start."""
+def allowed_memory(root: str = "/") -> frozenset[int] | None:
+    """The NUMA domains whose memory this process may use (cpusets); None where Linux does not say."""
+    for line in (read_text(os.path.join(root, "proc/self/status")) or "").splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            return frozenset(parse_cpu_list(line.partition(":")[2]))
+    return None
+
+
+def bind_memory(wanted: Sequence[int], topology: Topology, root: str = "/") -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bind this process's new pages to the domains ``wanted``, and look whether they lie there.
+
+    (the domains that they are bound to, lines to warn with). Nothing is done where one domain alone has memory, or
+    where a policy was set before the start (numactl). Call before memory of any size is touched.
+    """
+    if len(topology.with_memory()) < 2 or not wanted:
+        return (), ()
+    allowed = allowed_memory(root)
+    own = tuple(domain for domain in wanted if allowed is None or domain in allowed)
+    if not own:
+        return (), (f"cores of NUMA domain {format_cpu_list(wanted)}, but the job may only use memory of domain "
+                    f"{format_cpu_list(allowed or ())}: all of it is remote; ask for memory where the cores are",)
+    try:
+        mode, domains = numa.policy()
+        if mode:
+            return (domains if mode == numa.BIND else ()), ()
+        numa.bind(own)
+        found = numa.touched_domains()
+    except OSError as error:
+        return (), (f"memory is not bound to NUMA domains ({error.strerror}): it lies where it is touched first; "
+                    "in a container --cap-add SYS_NICE lets it be bound",)
+    if not set(found) <= set(own):
+        return (), (f"memory bound to NUMA domain {format_cpu_list(own)} lies in {format_cpu_list(found)}",)
+    return own, ()
+
+
+def table_row(rank: int, host: str, place: RankCores, memory: Sequence[int], nbytes: int) -> dict[str, object]:
+    """One row of the table that a run shows at its start; ``memory``: its bound domains, with ``nbytes`` of room."""
     return {"rank": rank, "host": host, "cores": format_cpu_list(place.cpus),
-            "NUMA domain": format_cpu_list(place.domains), "threads": place.threads}
+            "NUMA domain": format_cpu_list(place.domains), "threads": place.threads,
+            "memory domain": format_cpu_list(memory), "memory bytes": nbytes}

@@ -12,6 +12,7 @@ from mpillm.machine.topology import read_text
 # mpirun's own variables first: below a scheduler, mpirun starts its daemons with srun, whose figures differ
 SIZES = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PMI_SIZE", "mpirun or srun (PMI)"),
          ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"), ("SLURM_STEP_NUM_TASKS", "srun"))
+FAKE_NODES = "MPILLM_FAKE_NODES"   # for tests: exchange as if the ranks were on so many nodes, or on those listed
 SHARED_BYTES = 1 << 20        # of /dev/shm that MPI maps for each rank of a node
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
@@ -99,6 +100,18 @@ def check_size(environment: Mapping[str, str], size: int, library: str) -> None:
     raise _once_per_node(environment, LaunchError(
         f"{launcher} started {expected} ranks, but MPI ({name}) sees 1: "
         "use the mpirun that belongs to this MPI, or srun --mpi=pmi2 or pmix"))
+
+
+def exchange_node(environment: Mapping[str, str], rank: int, size: int, node: int) -> int:
+    """The node of ``rank`` of ``size``, as far as exchanges are concerned: ``node``, unless FAKE_NODES says another."""
+    fake = environment.get(FAKE_NODES)
+    if not fake:
+        return node
+    try:
+        listed = [int(number) for number in fake.split(",")]
+    except ValueError:
+        raise LaunchError(f"{FAKE_NODES}={fake}: give a number of nodes, or each rank's node as 0,1,...") from None
+    return listed[rank % len(listed)] if len(listed) > 1 else rank * listed[0] // size
 
 
 def processor_name() -> str:

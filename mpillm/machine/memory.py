@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 
-from mpillm.machine.topology import cgroup_folders, read_text
+from mpillm.machine.topology import cgroup_folders, domain_figure, read_text
 
 NAMES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
          2: ("memory.max", "memory.current", "inactive_file")}
@@ -50,3 +52,22 @@ def available_nbytes(root: str = "/") -> int:
         raise OSError("/proc/meminfo names neither MemAvailable nor MemFree")
     room = cgroup_room(root)
     return free if room is None else min(free, room)
+
+
+def domain_nbytes(domain: int, root: str = "/") -> int:
+    """Bytes that a NUMA domain can still give: what is free, and cached file pages that the kernel would drop."""
+    sys = os.path.join(root, "sys")
+    return domain_figure(sys, domain, "MemFree") + domain_figure(sys, domain, "Inactive(file)")
+
+
+def share_nbytes(bound: Sequence[Sequence[int]], rank: int, root: str = "/") -> int:
+    """Bytes for one rank of a node, ``bound``: each rank's NUMA domains, () where its memory is not bound.
+
+    An even share of what the node can give, and no more than an even share of its own domains. OSError as
+    available_nbytes.
+    """
+    even = available_nbytes(root) // len(bound)
+    if not bound[rank]:
+        return even
+    users = Counter(domain for domains in bound for domain in domains)
+    return min(even, sum(domain_nbytes(domain, root) // users[domain] for domain in bound[rank]))

@@ -21,16 +21,39 @@ class Core:
 
 
 @dataclass(frozen=True)
+class Domain:
+    """A NUMA domain: its bytes of memory (0: it has none), and the domains whose memory is nearest to its cores."""
+
+    number: int
+    nbytes: int
+    nearest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Topology:
-    """The online cores of a node, ordered by NUMA domain and first CPU."""
+    """The online cores of a node, ordered by NUMA domain and first CPU, and its domains, those without cores too."""
 
     cores: tuple[Core, ...]
+    domains: tuple[Domain, ...] = ()
 
     def within(self, mask: Iterable[int]) -> tuple[Core, ...]:
         """The cores of which ``mask`` has a CPU, each with those CPUs only."""
         allowed = frozenset(mask)
         cut = (replace(core, cpus=tuple(c for c in core.cpus if c in allowed)) for core in self.cores)
         return tuple(core for core in cut if core.cpus)
+
+    def cpu_domains(self) -> tuple[int, ...]:
+        """The domains that have cores."""
+        return tuple(sorted({core.domain for core in self.cores}))
+
+    def with_memory(self) -> tuple[int, ...]:
+        """The domains that have memory."""
+        return tuple(domain.number for domain in self.domains if domain.nbytes)
+
+    def memory_of(self, domains: Iterable[int]) -> tuple[int, ...]:
+        """The domains whose memory is nearest to the cores of ``domains``: themselves where they have some."""
+        wanted = set(domains)
+        return tuple(sorted({near for domain in self.domains if domain.number in wanted for near in domain.nearest}))
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
@@ -76,14 +99,40 @@ def _read_cpus(path: str) -> tuple[int, ...]:
         return ()
 
 
-def _domains(root: str) -> dict[int, int]:
+def _domain_folders(root: str) -> dict[int, str]:
     folder = os.path.join(root, "devices/system/node")
     try:
         names = os.listdir(folder)
     except OSError:
         return {}
-    return {cpu: int(name[4:]) for name in names if name.startswith("node") and name[4:].isdigit()
-            for cpu in _read_cpus(os.path.join(folder, name, "cpulist"))}
+    return {int(name[4:]): os.path.join(folder, name) for name in sorted(names)
+            if name.startswith("node") and name[4:].isdigit()}
+
+
+def domain_figure(root: str, number: int, name: str) -> int:
+    """Bytes of a line of a domain's meminfo, such as MemFree; 0 where there is none."""
+    path = os.path.join(root, f"devices/system/node/node{number}/meminfo")
+    for line in (read_text(path) or "").splitlines():
+        words = line.split()             # Node 0 MemFree:   16174472 kB
+        if len(words) >= 4 and words[2] == name + ":" and words[3].isdigit():
+            return int(words[3]) * 1024
+    return 0
+
+
+def read_domains(root: str = "/sys") -> tuple[Domain, ...]:
+    """The NUMA domains by number, memory-only ones (CXL, HBM) and CPU-only ones included; () where /sys has none."""
+    numbers = sorted(folders := _domain_folders(root))
+    sizes = {number: domain_figure(root, number, "MemTotal") for number in numbers}
+    domains = []
+    for number in numbers:
+        words = (read_text(os.path.join(folders[number], "distance")) or "").split()
+        known = len(words) == len(numbers) and all(word.isdigit() for word in words)
+        distances = dict(zip(numbers, map(int, words), strict=True)) if known else {}
+        others = {other: distances.get(other, 0) for other in numbers if sizes[other]}
+        least = min(others.values(), default=0)
+        nearest = (number,) if sizes[number] else tuple(other for other in others if others[other] == least)
+        domains.append(Domain(number, sizes[number], nearest))
+    return tuple(domains)
 
 
 def read_topology(root: str = "/sys", fallback: Iterable[int] = ()) -> Topology:
@@ -91,7 +140,9 @@ def read_topology(root: str = "/sys", fallback: Iterable[int] = ()) -> Topology:
     base = os.path.join(root, "devices/system/cpu")
     online = _read_cpus(os.path.join(base, "online")) or tuple(sorted(fallback))
     seen: set[int] = set()
-    domain_of, present, cores = _domains(root), frozenset(online), []
+    domain_of = {cpu: number for number, folder in _domain_folders(root).items()
+                 for cpu in _read_cpus(os.path.join(folder, "cpulist"))}
+    present, cores = frozenset(online), []
     for cpu in online:
         if cpu in seen:
             continue
@@ -102,7 +153,7 @@ def read_topology(root: str = "/sys", fallback: Iterable[int] = ()) -> Topology:
         seen.update(cpus)
         package = max(0, _read_int(os.path.join(folder, "physical_package_id"), 0))
         cores.append(Core(cpus, package, domain_of.get(cpu, 0)))
-    return Topology(tuple(sorted(cores, key=lambda core: (core.domain, core.cpus))))
+    return Topology(tuple(sorted(cores, key=lambda core: (core.domain, core.cpus))), read_domains(root))
 
 
 def cgroup_folders(root: str, controller: str) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from program import REPOSITORY, launch
 from mpillm.cli import doctor
 from mpillm.errors import LaunchError
 from mpillm.jit.isa import select
-from mpillm.machine.topology import Core, Topology, format_cpu_list
+from mpillm.machine.topology import Core, Domain, Topology, format_cpu_list
 
 
 def ask(*arguments, **environment):
@@ -101,6 +101,29 @@ def test_cores_in_words():
     assert doctor.describe_cores(node, frozenset({0, 1, 4}), None) == "2 of 4 (CPUs 0-1,4), NUMA domain 0, no CPU quota"
     assert doctor.describe_cores(node, frozenset({1, 2}), 1.5) == \
         "2 of 4 (CPUs 1-2), NUMA domains 0-1, a CPU quota of 1.5 cores"
+
+
+def test_memory_of_domains_in_words(tmp_path, monkeypatch):
+    assert doctor.numa_memory(Topology(())) == "one domain: nothing to bind"
+    node = Topology((Core((0,), 0, 0), Core((1,), 0, 1)), (
+        Domain(0, 2 << 30, (0,)), Domain(1, 0, (0,)), Domain(2, 1 << 30, (2,))))
+    path = tmp_path / "sys/devices/system/node/node2/meminfo"
+    path.parent.mkdir(parents=True)
+    path.write_text("Node 2 MemTotal: 1048576 kB\nNode 2 MemFree: 1024 kB\n")
+    bound = []
+    monkeypatch.setattr(doctor.numa, "bind", bound.append)
+    monkeypatch.setattr(doctor.numa, "touched_domains", lambda: bound[-1])
+    assert doctor.numa_memory(node, str(tmp_path)) == (
+        "domain 0: 0 B of 2.00 GiB free; domain 1: none, nearest is 0; domain 2: 1.0 MiB of 1.00 GiB free, no cores; "
+        "memory can be bound") and bound == [(0,), (2,)]
+    monkeypatch.setattr(doctor.numa, "touched_domains", lambda: (0, 2))
+    assert doctor.bindable((0, 2)) == "memory bound to domain 0 lies in 0,2"
+
+    def refuse(domains):
+        raise OSError(1, "set_mempolicy: Operation not permitted")
+
+    monkeypatch.setattr(doctor.numa, "bind", refuse)
+    assert "cannot be bound (set_mempolicy: Operation not permitted)" in doctor.bindable((0,))
 
 
 def test_too_little_shared_memory_is_a_problem(tmp_path, monkeypatch):

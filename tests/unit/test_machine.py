@@ -178,8 +178,9 @@ def test_unbound_ranks_are_given_their_own_cores(tmp_path):
     assert [(r.cores, r.domains, r.threads, r.pin) for r in plan.ranks] == [
         (4, (0,), 4, True), (4, (1,), 4, True)]
     assert plan.ranks[0].cpus == (0, 1, 2, 3, 8, 9, 10, 11) and not plan.warnings
-    assert affinity.table_row(7, "n1", plan.ranks[1]) == {
-        "rank": 7, "host": "n1", "cores": "4-7,12-15", "NUMA domain": "1", "threads": 4}
+    assert affinity.table_row(7, "n1", plan.ranks[1], (1,), 5) == {
+        "rank": 7, "host": "n1", "cores": "4-7,12-15", "NUMA domain": "1", "threads": 4, "memory domain": "1",
+        "memory bytes": 5}
 
 
 def test_one_rank_keeps_everything_and_counts_physical_cores(tmp_path):

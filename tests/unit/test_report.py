@@ -143,14 +143,17 @@ def test_emoji_codes_stay_and_what_a_terminal_acts_on_does_not():
 def test_the_table_of_the_split_has_a_line_a_rank():
     rows = [{"rank": r, "heads": f"{3 * r}-{3 * r + 2}", "kv_heads": str(r), "columns": "0-79", "vocab": "-",
              "weight_bytes": 407_000, "cache_bytes_per_token": 128.0} for r in range(2)]
-    places = [{"rank": r, "host": f"node{r}", "cores": f"{r}", "NUMA domain": "0", "threads": 1} for r in range(4)]
+    places = [{"rank": r, "host": f"node{r}", "cores": f"{r}", "NUMA domain": "0", "threads": 1,
+               "memory domain": "0" if r else "", "memory bytes": 3 << 30} for r in range(4)]
     title, header, *lines = report.split_table(rows, places, "ranks of replica 0").splitlines()
     assert title == "ranks of replica 0" and header.split()[:5] == ["rank", "host", "cores", "NUMA", "threads"]
     assert [line.split() for line in lines] == [
-        [str(r), f"node{r}", str(r), "0", "1", f"{3 * r}-{3 * r + 2}", str(r), "0-79", "-", "397.5", "KiB", "128", "B"]
+        [str(r), f"node{r}", str(r), "0", "1", "3.00", "GiB", *(["of", "0"] if r else []), f"{3 * r}-{3 * r + 2}",
+         str(r), "0-79", "-", "397.5", "KiB", "128", "B"]
         for r in range(2)]
     placed = report.place_table(places[2:], "the other ranks").splitlines()
-    assert [line.split() for line in placed[2:]] == [["2", "node2", "2", "0", "1"], ["3", "node3", "3", "0", "1"]]
+    assert [line.split() for line in placed[2:]] == [
+        [r, f"node{r}", r, "0", "1", "3.00", "GiB", "of", "0"] for r in "23"]
 
 
 def times(*rows: tuple) -> np.ndarray:

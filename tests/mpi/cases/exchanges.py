@@ -11,7 +11,7 @@ import numpy as np
 from mpillm import collectives, kernels, main
 from mpillm.errors import ModelError, MpillmError, ResourceError, UsageError
 from mpillm.jit.exchange import warm_up as warm_up_exchanges
-from mpillm.machine import group, segment
+from mpillm.machine import group, launch, segment
 from mpillm.partition import Sizes, partition
 from mpillm.quant import wire
 
@@ -224,7 +224,7 @@ def fused(replica) -> None:
 
 def over_nodes(world, nodes: str) -> None:
     """As if the ranks were on several nodes: the same sums, and with a wire type those of rounded parts."""
-    os.environ[collectives.FAKE_NODES] = nodes
+    os.environ[launch.FAKE_NODES] = nodes
     try:
         for kind in wire.NBYTES:
             for shared in (True, False):
@@ -252,7 +252,7 @@ def over_nodes(world, nodes: str) -> None:
                 wire.round_rows(world.wire, parts)
                 assert bits(x) == bits(in_rank_order(parts))
     finally:
-        del os.environ[collectives.FAKE_NODES]
+        del os.environ[launch.FAKE_NODES]
     assert world.split(world.size, 1, wire="bf16").exchange_arguments() and world.wire == "f32"
 
 
