@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 MAX_FORM_BYTES = 1 << 20          # of a schema, a regular expression or a list of choices
 MAX_GRAMMAR_BYTES = 32 << 10      # of a grammar: rules are resolved in quadratic time
 MAX_CHOICES = 4096
-MAX_MULTIPLE = 100_000            # least common multiple of all multipleOf: so many states the library builds
+MAX_MULTIPLE = 50_000             # least common multiple of all multipleOf: so many states the library builds
 CACHED = 32                       # compiled forms that are kept: some milliseconds to make, up to 100 MB each
-# Between the parts of JSON: pretty printing fits, endless blanks, into which small models fall, do not.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Around commas and colons of JSON; not without end, as small models fall into blanks and never come out.
+_BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"
+SPACED = {"whitespace_flexible": False, "item_separator": f"{_BLANKS},{_BLANKS}",
+          "key_separator": f"{_BLANKS}:{_BLANKS}"}
+COMPACT = {"whitespace_flexible": False}
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # vLLM's older names for the same.
@@ -238,8 +241,9 @@ class Grammars:
     def _form(self, guide: Guide) -> str:
         library = self._library
         if guide.kind == "json":
-            spaces = WHITESPACE if guide.whitespace is None else guide.whitespace
-            options = {"whitespace_pattern": spaces} if spaces else {"whitespace_flexible": False}
+            options: dict[str, Any] = SPACED if guide.whitespace is None else COMPACT
+            if guide.whitespace:
+                options = {"whitespace_pattern": guide.whitespace}
             return library.LLMatcher.grammar_from_json_schema(guide.text, defaults=options)
         return library.grammar_from(guide.kind, guide.text)
 

@@ -31,7 +31,7 @@ class Guide:
     kind: str                            # 'json', 'regex', 'choice' or 'grammar'
     text: str                            # the schema, the expression, the choices as JSON, the grammar
     param: str                           # the parameter that named it
-    whitespace: str | None = None        # what may stand between parts of JSON; "": nothing; None: the usual
+    whitespace: str | None = None        # between parts of JSON; "": none; None: some at commas and colons
 
 
 @dataclass(frozen=True)
