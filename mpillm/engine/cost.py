@@ -171,7 +171,7 @@ def sizes_to_measure(candidates: Sequence[Candidate], most: int = 4) -> list[int
 class LayoutChoice:
     """A layout, and why: what a resumed run takes over. ``to_dict`` is plain JSON.
 
-    ``chosen_by``: 'auto' (the cost model), 'only' (nothing else fits), '--tp', '--layout' or 'the interrupted run'.
+    ``chosen_by``: 'auto' is the cost model; anything else says itself why nothing was measured.
     ``measured``: the figures of ``cost.Machine`` with the batch that was assumed, of 'auto' alone.
     ``expected``: (name as 4x8, tokens/s or None where it does not fit), the fastest first.
     """

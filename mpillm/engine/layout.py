@@ -78,7 +78,7 @@ def asked(run: RunConfig, ranks: int, given: LayoutChoice | None) -> LayoutChoic
         return LayoutChoice(Layout(tp, dp, ranks - dp * tp), f"--layout {run.layout}")
     if given is not None and given.layout.tp * given.layout.dp + given.layout.idle == ranks:
         return dataclasses.replace(given, chosen_by="the interrupted run")
-    return LayoutChoice(Layout(1, 1, 0), "only") if ranks == 1 else None
+    return LayoutChoice(Layout(1, 1, 0), "one rank") if ranks == 1 else None
 
 
 def choose(world: collectives.World, run: RunConfig, model: ModelConfig, weights: Weights, memory: int, threads: int,
@@ -106,11 +106,11 @@ def choose(world: collectives.World, run: RunConfig, model: ModelConfig, weights
 
 def only(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int,
          fit: list[cost.Candidate]) -> LayoutChoice:
-    """The one candidate that fits, else what holds at least the weights. Raises ResourceError."""
+    """The one candidate that fits with a cache, else what holds at least the weights. Raises ResourceError."""
     if fit and setup.fits(run, model, weights, fit[0].tp, memory):
-        return LayoutChoice(Layout(fit[0].tp, fit[0].dp, fit[0].idle), "only")
+        return LayoutChoice(Layout(fit[0].tp, fit[0].dp, fit[0].idle), "the only one that fits")
     found = layout(ranks, model.n_heads, lambda tp: setup.fits(run, model, weights, tp, memory))
-    return LayoutChoice(found, "only")
+    return LayoutChoice(found, "what holds the weights")
 
 
 def fastest(run: RunConfig, model: ModelConfig, weights: Weights, memory: int, found: list[cost.Candidate],

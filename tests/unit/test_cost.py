@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpillm.engine import cost
@@ -40,6 +40,7 @@ candidates = st.lists(st.builds(
     st.integers(-(1 << 40), 1 << 44), st.integers(1, 300), st.integers(4, 1 << 17)), min_size=1, max_size=6)
 
 
+@settings(max_examples=50)
 @given(candidates, machines, works, st.floats(1, 100))
 def test_more_of_anything_is_never_slower(found, machine, work, more):
     quicker = tuple((ranks, nbytes, seconds / more) for ranks, nbytes, seconds in machine.exchanges)
@@ -52,6 +53,7 @@ def test_more_of_anything_is_never_slower(found, machine, work, more):
             assert before is None or after >= before * (1 - 1e-9)
 
 
+@settings(max_examples=50)
 @given(candidates, machines, works)
 def test_what_does_not_fit_is_never_before_what_does(found, machine, work):
     rated = cost.rate(found, machine, work)

@@ -76,7 +76,7 @@ def most(opened, tp: int) -> int:
 def test_what_was_asked_is_taken_without_measuring(opened, measured):
     assert choose(opened, 5, tp=2) == cost.LayoutChoice(Layout(2, 2, 1), "--tp 2")
     assert choose(opened, 9, layout="2x3") == cost.LayoutChoice(Layout(3, 2, 3), "--layout 2x3")
-    assert choose(opened, 1) == cost.LayoutChoice(Layout(1, 1, 0), "only")
+    assert choose(opened, 1) == cost.LayoutChoice(Layout(1, 1, 0), "one rank")
     assert not measured.calls
     with pytest.raises(UsageError, match="--layout 4x2 needs 8 ranks, the job has 7"):
         choose(opened, 7, layout="4x2")
@@ -109,7 +109,14 @@ def test_a_recorded_choice_is_taken_over_at_the_same_rank_count(opened, measured
 def test_memory_for_one_layout_alone_needs_no_measuring(opened, measured):
     fullest = {tp: most(opened, tp) for tp in (1, 2, 4)}
     assert fullest[4] < fullest[2] < fullest[1]
-    assert choose(opened, 4, fullest[4]) == cost.LayoutChoice(Layout(4, 1, 0), "only"), "weights fit, no cache does"
+    assert choose(opened, 4, fullest[4]) == cost.LayoutChoice(Layout(4, 1, 0), "what holds the weights")
+    small = {"prefill_chunk": 1, "max_batch": 1}
+    four, two = (fullest[tp] + setup.activation_bytes(
+        asked(**small), opened[0], partition(registry.sizes(*opened, "auto"), tp).shares[-1]) for tp in (4, 2))
+    memory = four + (20 << 10)
+    assert memory < two, "else the memory tells nothing"
+    only = choose(opened, 4, memory, work=cost.Work(None, 10, 10), **small)
+    assert only == cost.LayoutChoice(Layout(4, 1, 0), "the only one that fits")
     with pytest.raises(ResourceError, match="fits the memory of no split over 4 ranks"):
         choose(opened, 4, fullest[4] - 1)
     assert not measured.calls
