@@ -80,6 +80,8 @@ def touched_domains(pages: int = 64) -> tuple[int, ...]:
         try:
             address = ctypes.addressof(view)
             found = domains_of(address, pages)
+            if min(found) < 0:
+                raise OSError(-min(found), f"move_pages: {os.strerror(-min(found))}")
             assert found[0] == domain_at(address), f"move_pages and get_mempolicy disagree: {found[0]}"
         finally:
             del view
