@@ -28,7 +28,8 @@ def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespa
     return {
         "model": {"name": subject.name, **subject.figures()}, "weights": list(subject.formats), "weights_from": source,
         "ranks": given.ranks, "tp": chosen.tp, "dp": given.ranks // chosen.tp, "kv_mode": chosen.mode.kv_mode,
-        "mla": chosen.mode.mla, "modes_alike": chosen.alike, "kv_type": asked.kv_type, "kv_type_v": asked.kv_type_v, "context": asked.context,
+        "mla": chosen.mode.mla, "modes_alike": chosen.alike,
+        "kv_type": asked.kv_type, "kv_type_v": asked.kv_type_v, "context": asked.context,
         "batch": asked.batch, "runs": not missing, "not_yet": missing,
         "per_rank": [rank.to_dict() for rank in chosen.ranks],
         "runtime_bytes": setup.RUNTIME_BYTES, "loading_bytes": LOADING_BYTES,
