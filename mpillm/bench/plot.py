@@ -66,12 +66,13 @@ def draw_plan(found: dict[str, Any], path: str) -> None:
 
     fast = found["predicted"] is not None
     panels = [("needed_bytes", 2**30, "GiB on the fullest rank"), ("kv_bytes_per_token", 2**10, "KiB of cache a token")]
-    panels += [("decode_tokens_per_s", 1, "decode tokens/s")] if fast else []
+    panels += [("decode_tokens_per_s", 1, "decode tokens/s of all replicas")] if fast else []
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
     styles = ("o-", "s--", "^:", "v-.", "D--", "x:")
     modes = list(dict.fromkeys(row["mode"] for row in found["table"]))
-    for axes, (key, unit, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (key, unit, label) in zip(drawn, panels, strict=True):
         for number, mode in enumerate(modes):
             rows = [row for row in found["table"] if row["mode"] == mode]
             axes.plot([row["tp"] for row in rows], [row[key] / unit for row in rows], styles[number % len(styles)],
@@ -85,7 +86,7 @@ def draw_plan(found: dict[str, Any], path: str) -> None:
         axes.set_xlabel("ranks of a replica")
         axes.set_ylabel(label)
         axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
+    drawn[0].legend()
     figure.suptitle(f"{found['model']['name']}, {', '.join(found['weights'])}, {found['batch']} sequence(s) of "
                     f"{found['context']} positions, cache {found['kv_type']}")
     figure.savefig(path, format=_kind(path), dpi=90)
