@@ -26,7 +26,7 @@ from mpillm.models import deepseek_sizes as deepseek
 from mpillm.models import registry
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import partition
+from mpillm.partition import partition, spread
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 F16 = Asked(kv_type="f16", kv_type_v="f16")
@@ -142,6 +142,11 @@ def test_the_ranks_hold_all_of_a_deepseek_model(tp, mode):
     held = [m for rank in range(tp) for m in deepseek.matrices(found, "f32", tp, rank, mode)]
     kept = {"router": tp, "latent": tp if mode == "redundant" else 1}
     assert sum(m.n * m.k * m.count / kept.get(m.role, 1) for m in held) == pytest.approx(deepseek.parameters(found))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 500))
+def test_parts_are_those_of_the_partition(total, parts):
+    assert tuple(deepseek.part(total, parts, number) for number in range(parts)) == spread(total, parts)
 
 
 def test_experts_are_read_as_often_as_tokens_choose_them():
@@ -301,6 +306,7 @@ def test_what_is_printed_and_written(tmp_path, capsys):
     (["--model", "SmolLM2-135M", "--ranks", "4", "--context", "9000"], UsageError, "beyond the model's 8192"),
     (["--model", "SmolLM2-135M", "--ranks", "0"], UsageError, "--ranks: '0' is not"),
     (["--model", "SmolLM2-135M"], UsageError, "--ranks"),
+    (["--model", "SmolLM2-135M", "--ranks", "9000"], UsageError, "no more than 8192"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--latency", "3"], UsageError, "predict nothing without"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--machine", "no.json"], InputError, "No such file"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--json", "no/where"], OutputError, "cannot be written"),
