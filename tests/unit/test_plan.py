@@ -264,6 +264,28 @@ def test_a_gguf_file_is_planned_by_its_header(tmp_path):
     assert found["weights"] == ["q8_0"] and "header" in found["weights_from"]
 
 
+def test_a_gguf_file_of_deepseek(tmp_path):
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "deepseek.gguf"
+    writer = gguf.GGUFWriter(str(path), "deepseek2")
+    for key, value in {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
+                       "attention.kv_lora_rank": 64, "attention.key_length": 64, "attention.value_length": 32,
+                       "rope.dimension_count": 32, "context_length": 8192}.items():
+        writer.add_uint32(f"deepseek2.{key}", value)
+    for name in ("token_embd.weight", "output.weight"):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(np.ones((80, 64), np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = planned_json(tmp_path, "--model", path, "--ranks", 2, "--mla", 1, "--kv-type", "q8_0", "--kv-type-v", "f16")
+    assert found["weights"] == ["q8_0"] and not found["runs"] and "header" in found["weights_from"]
+    assert found["per_rank"][0]["kv_bytes_per_token"] == 2 * (3 * 34 + 2 * 64)
+
+
 def test_weights_that_are_not_there_do_not_matter(folder, tmp_path):
     """A clone without git-lfs: the tensors are pointers of a few lines."""
     (tmp_path / "config.json").write_text(Path(folder, "config.json").read_text())
