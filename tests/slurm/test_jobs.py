@@ -56,7 +56,8 @@ def submit(cluster, folder, script, *words, **variables):
         [w for w in words if not (w.startswith("--array") or w.startswith("--n"))]
     return cluster.submit(f"--chdir={folder}", "--output=%x.%A_%a.log" if script == "array.sbatch" else
                           "--output=%x.%j.log", *options, str(JOBS / script), *rest, *OPTIONS, PATH=path,
-                          PYTHON=sys.executable, PYTHONPATH=str(JOBS.parent), **variables)
+                          PYTHON=sys.executable, PYTHONPATH=str(JOBS.parent), MPIR_CVAR_ENABLE_HEAVY_YIELD="1",
+                          **variables)
 
 
 def ended(cluster, job, log):
@@ -116,11 +117,11 @@ def test_an_array_by_srun_one_task_warned_and_requeued(cluster, folder, undistur
 
 
 def test_two_nodes_by_mpirun_warned_and_requeued(cluster, folder, undisturbed):
-    job = submit(cluster, folder, "multinode.sbatch", "--nodes=2", "--ntasks-per-node=1", "in.jsonl", "--output",
-                 "nodes.h5", MODEL=demo_model())
+    job = submit(cluster, folder, "multinode.sbatch", "--nodes=2", "--ntasks-per-node=2", "in.jsonl", "--tp", "2",
+                 "--output", "nodes.h5", MODEL=demo_model())
     log = folder / f"mpillm.{job}.log"
     warn_in_mid_run(cluster, job, log)
     text = ended(cluster, job, log)
     requeued(text)
-    assert f"mpillm-weights-{job}" in text and " on n[1-2]: 2 rank(s) by mpirun" in text
+    assert f"mpillm-weights-{job}" in text and " on n[1-2]: 4 rank(s) by mpirun" in text
     assert records(folder / "nodes.results.jsonl") == undisturbed
