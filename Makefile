@@ -9,7 +9,7 @@ export PATH := $(BIN):$(PATH)
 
 demo: $(VENV)/.demo
 	@mkdir -p demo
-	mpirun -n $(RANKS) python -m mpillm.main --prompts examples/prompts.jsonl --output demo/prompts.h5 --results demo/prompts.results.jsonl --logits generated --progress-every 1 --overwrite
+	mpirun -n $(RANKS) python -m mpillm.main --prompts examples/prompts.jsonl --tp $(RANKS) --output demo/prompts.h5 --results demo/prompts.results.jsonl --logits generated --progress-every 1 --overwrite
 	@python -m mpillm.main show demo/prompts.h5
 
 test: $(VENV)/.test
@@ -29,7 +29,7 @@ test-numa: $(VENV)/.test
 
 # Fresh random checkpoints, compared live with transformers: needs torch.
 test-reference: $(VENV)/.reference
-	python -m pytest tests/reference/test_live.py
+	python -m pytest tests/reference/test_live.py tests/cli/test_perplexity.py
 
 lint: $(VENV)/.test
 	ruff check .

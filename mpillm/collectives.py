@@ -49,6 +49,7 @@ class World:
         self.cores = len(set().union(*masks))
         self._bound: list[tuple[int, ...]] = [()] * self.node_size    # NUMA domains of the memory of the node's ranks
         self._threads, self.crowded = 1, self.node_size > self.cores
+        self._varies = False           # it was said that sums over ranks may
         self.wire = "f32"              # the type to which parts of sums are rounded, as the last split decided
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
@@ -208,7 +209,8 @@ class World:
         assert comm.Get_rank() == rank, "MPI ordered the replica's ranks in another way"
         means = Means(node, f"rank {self.rank} (host {self.host})", self.crowded, self._chunk, shared,
                       self._threads, timeout, self.wire)
-        if mode == "mpi" and self.rank == 0:
+        if mode == "mpi" and self.rank == 0 and not self._varies:
+            self._varies = True
             LOG.info("sums over ranks by MPI_Allreduce: their order is MPI's choice, and last bits may vary")
         return Replica(Group(self._mpi, comm, means), layout_tp, dp, index, mode)
 

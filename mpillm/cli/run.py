@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -18,9 +19,11 @@ import numpy as np
 from mpillm import __version__, collectives, io, kernels, log
 from mpillm.cli import options, report
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import resume, setup
+from mpillm.engine import layout, resume, setup
+from mpillm.engine.cost import LayoutChoice, Work
 from mpillm.engine.expired import write_expired
 from mpillm.engine.feed import TIME_LIMIT, Desk, Line
+from mpillm.engine.order import sketch
 from mpillm.engine.progress import RunProgress
 from mpillm.engine.replica import Job, LineReader, run_replica, serve_others, time_left
 from mpillm.errors import MpillmError, Stopped, UsageError
@@ -38,8 +41,9 @@ from mpillm.partition import Layout, Span, balance, describe
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
 EXPIRED = 9            # exit code of a run that stopped and will not be resumed
+SAMPLE = 256           # lines of which the choice of the layout makes itself a picture
 GRACE = 15.0           # seconds that a guard waits beyond --exchange-timeout: who exchanges can name the missing rank
-VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf")
+VERSIONS = ("mpi4py", "numpy", "numba", "h5py", "tokenizers", "gguf", "llguidance")
 
 
 @dataclass
@@ -146,7 +150,7 @@ def begin(hold: Hold) -> None:
     hold.outputs.begin()
     if not os.path.exists(os.path.join(hold.outputs.parts, resume.FILE)):
         hold.prompts.keep()
-        resume.save(hold.outputs.parts, hold.what)
+    resume.save(hold.outputs.parts, hold.what)
 
 
 def versions() -> dict[str, str]:
@@ -169,9 +173,11 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
     weights = Weights(checkpoint, job.model)
     placement = world.place(settings.threads_per_rank, settings.pin)
     free = min(world.allgather(world.free_nbytes()))
-    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free))
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)
+    guard.board().say("measuring memory and exchanges for the layout")
+    choice = choose_layout(world, settings, job, hold, weights, free, placement.threads)
+    split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free, choice))
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
                           timeout=settings.exchange_timeout)
     if world.rank == 0:
@@ -202,6 +208,23 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
     return finish(world, settings, job, hold, split, paths, desk, clock)
 
 
+def choose_layout(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, weights: Weights, free: int,
+                  threads: int) -> LayoutChoice:
+    """How many replicas of how many ranks; that of the run that is resumed, if it had as many ranks."""
+
+    def work() -> Work:
+        assert hold.prompts is not None, "rank 0 has the prompts"
+        sample = itertools.islice(hold.prompts.lines(), SAMPLE)
+        return layout.work_of((sketch(raw, settings.max_tokens) for _, _, raw in sample),
+                              hold.prompts.count - int(hold.done.sum()), settings)
+
+    recorded = hold.what.get("layout")
+    given = world.agree(lambda: None if recorded is None else LayoutChoice.from_dict(recorded))
+    choice = layout.choose(world, settings, job.model, weights, free, threads, work, given)
+    hold.what["layout"] = choice.to_dict()
+    return choice
+
+
 def rank_part(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
               replica: collectives.Replica | None, placement: affinity.Placement, weight_bytes: int) -> RankPart:
     """The journal of this rank, which says what it is."""
@@ -216,13 +239,13 @@ def rank_part(world: collectives.World, settings: RunConfig, job: Job, split: se
     return part
 
 
-def open_desk(settings: RunConfig, hold: Hold, mail: Mail, layout: Layout, clock: float) -> Desk | None:
+def open_desk(settings: RunConfig, hold: Hold, mail: Mail, laid: Layout, clock: float) -> Desk | None:
     """On rank 0: what hands out the lines."""
     if hold.prompts is None:
         return None
     progress = RunProgress(hold.prompts.count, settings.progress_every, done=int(hold.done.sum()))
     lines = (Line(*line) for line in hold.prompts.lines() if not hold.done[line[0]])
-    return Desk(lines, mail, [index * layout.tp for index in range(layout.dp)], settings.max_tokens, progress,
+    return Desk(lines, mail, [index * laid.tp for index in range(laid.dp)], settings.max_tokens, progress,
                 time_left(settings, clock))
 
 
@@ -306,21 +329,20 @@ def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: 
 def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
              placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
-    layout, model = split.layout, job.model
+    laid, model = split.layout, job.model
     LOG.info("mpillm %s, %s", __version__, world.library)
     LOG.info("model %s: %s, %d layers, hidden %d, %d query and %d KV heads of %d, feed-forward %d, vocabulary %d",
              job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
              model.head_dim, model.intermediate, model.vocab)
-    LOG.info("layout: %d rank(s) = %d replica(s) of %d%s", world.size, layout.dp, layout.tp,
-             f"; the last {layout.idle} rank(s) stay idle" if layout.idle else "")
+    LOG.info("%s", split.choice.line())
     rows = describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
-    LOG.info("%s", report.split_table(rows, placement.table, "ranks" if layout.dp == 1 else "ranks of replica 0"))
-    if layout.dp > 1 or layout.idle:
+    LOG.info("%s", report.split_table(rows, placement.table, "ranks" if laid.dp == 1 else "ranks of replica 0"))
+    if laid.dp > 1 or laid.idle:
         title = "the other ranks: every replica holds the same"
-        title += f"; the last {layout.idle} idle" if layout.idle else ""
-        LOG.info("%s", report.place_table(placement.table[layout.tp:], title))
+        title += f"; the last {laid.idle} idle" if laid.idle else ""
+        LOG.info("%s", report.place_table(placement.table[laid.tp:], title))
     if split.partition.width == 1:
         LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
@@ -333,14 +355,14 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
             hold: Hold) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on."""
-    layout = {**dataclasses.asdict(split.layout), "kv_mode": split.partition.kv_mode,
+    described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
              "kv_type": settings.kv_type}
     assert hold.prompts is not None, "rank 0 has the prompts"
     return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
-            "config": settings.to_json(), "layout": json.dumps(layout),
+            "config": settings.to_json(), "layout": json.dumps(described),
             "model": json.dumps(model), "processor": world.processor,
             "versions": json.dumps({**job.versions, "mpi": world.library})}
 

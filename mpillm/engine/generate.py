@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from mpillm.engine.guided import Follower, Guides
 from mpillm.engine.request import Choice, Request, Result, Timing, resolve_max_tokens, sequence_seed
-from mpillm.engine.sampling import CONTINUE, FINISHED, NONE_ALLOWED, NOT_FINITE, Decision, Row, Sampler
+from mpillm.engine.sampling import (
+    CONTINUE,
+    FINISHED,
+    NONE_ALLOWED,
+    NOT_FINITE,
+    TOO_COMPLEX,
+    Decision,
+    Row,
+    Sampler,
+)
 from mpillm.engine.scheduler import Part, Scheduler, Sequence
 from mpillm.kernels import LayerCache, Rows
 from mpillm.machine.guard import board
@@ -34,8 +44,10 @@ IDLE = 2e-3            # seconds between looks for requests when nothing runs
 FAILURES = {
     NOT_FINITE: ("the model's logits are not finite here: a key or value is beyond the range of --kv-type (f16 ends "
                  "at 65504: use bf16 or f32), or the model is damaged", "not_finite", 500),
-    NONE_ALLOWED: ("no token is left to choose: allowed_token_ids, logit_bias and min_tokens together forbid all",
-                   "no_token_allowed", 400),
+    NONE_ALLOWED: ("no token is left to choose: allowed_token_ids, logit_bias, min_tokens and the text's form (such "
+                   "as response_format) together forbid all", "no_token_allowed", 400),
+    TOO_COMPLEX: ("the text's form (such as response_format) became too complex to follow: give a simpler one",
+                  "form_too_complex", 400),
 }
 
 
@@ -76,6 +88,7 @@ class _Live:
     """What the root keeps about a running sequence."""
 
     stream: TextStream | None
+    follower: Follower | None = None     # of a guided text
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_scores: list[tuple[float, list[tuple[int, float]] | None]] = field(default_factory=list)
@@ -111,13 +124,13 @@ class BatchLoop:
     def __init__(self, model: Llama, cache: list[LayerCache], scheduler: Scheduler, sampler: Sampler,
                  ticker: Ticker, sink: Sink, ends: Ends, *, keep_logits: str,
                  text_stream: Callable[[Sequence], TextStream | None], replica: int, clock_start: float,
-                 link: Link | None = None, run_seed: int = 0) -> None:
+                 link: Link | None = None, run_seed: int = 0, guides: Guides | None = None) -> None:
         """``link``: where more requests come from, and the wish to stop; the sampler's exchange. Without one the
         loop runs what was added to the scheduler."""
         self.model, self.cache, self.scheduler, self.sampler = model, cache, scheduler, sampler
         self.ticker, self.sink, self.ends, self.link, self.run_seed = ticker, sink, ends, link, run_seed
         self.keep_logits, self.text_stream, self.replica = keep_logits, text_stream, replica
-        self.clock_start = clock_start
+        self.clock_start, self.guides = clock_start, guides
         self.is_root = sampler.exchange.is_root
         self._live: dict[Sequence, _Live] = {}
         self._finished: dict[int, dict[tuple[int, int], tuple[Choice, Timing, _Live]]] = {}
@@ -140,14 +153,14 @@ class BatchLoop:
             if self.link.stop:
                 return self.link.stop
             if requests:
-                self._admit(requests)
+                self.admit(requests)
             elif not parts:
                 if self.link.closed:
                     return 0
                 board().say("waiting for requests")
                 time.sleep(IDLE)
 
-    def _admit(self, requests: list[Request]) -> None:
+    def admit(self, requests: list[Request]) -> None:
         """Requests join the batch; those that the empty cache could not hold fail."""
         refused = self.scheduler.add(sequences_of(
             requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt))
@@ -171,6 +184,8 @@ class BatchLoop:
             if live.started is None:
                 live.started = start
                 live.stream = self.text_stream(part.sequence) if self.is_root else None
+                if self.is_root and self.guides is not None and part.sequence.max_tokens:
+                    live.follower = self.guides.follow(part.sequence.request.sampling)
         rows, wanted, owners = self._rows(parts)
         if len(wanted):
             logits = self.model(rows, self.cache, wanted)
@@ -241,6 +256,8 @@ class BatchLoop:
                 indices.append(at)
         if not rows:
             return
+        if self.guides is not None:
+            self.guides.share(rows, [self._live[owners[at][0].sequence].follower for at in indices])
 
         def judge(index: int, decision: Decision) -> int:
             return self._judge(owners[indices[index]][0].sequence, decision)
@@ -276,11 +293,19 @@ class BatchLoop:
             if live.stream is not None and s.include_stop_str_in_output:
                 live.stream.push(token)
             return FINISHED
+        if live.follower is not None:
+            live.follower.advance(token)
+            if live.follower.broken:
+                return TOO_COMPLEX
         if live.stream is not None:
             matched = live.stream.push(token, search=count >= s.min_tokens)
             if matched is not None:
                 live.finish_reason, live.stop_reason = "stop", matched
                 return FINISHED
+        if live.follower is not None and live.follower.complete:
+            # Even below min_tokens: there is nothing more that the text could say.
+            live.finish_reason = "stop"
+            return FINISHED
         return FINISHED if count >= sequence.max_tokens else CONTINUE
 
     def _take(self, part: Part, position: int, decision: Decision) -> None:

@@ -16,10 +16,17 @@ SHARED = 256           # a common beginning from this many characters on makes a
 
 @dataclass(frozen=True)
 class Sketch:
-    """How a line begins, and about how many tokens it will cost."""
+    """How a line begins; about how many tokens it has, how many it may generate, how many samples it makes."""
 
     head: str
-    cost: float
+    prompt: float = 0.0
+    new: int = 0
+    samples: int = 1
+
+    @property
+    def cost(self) -> float:
+        """A prompt's tokens run many at a time, those that are generated one by one."""
+        return self.prompt / 10 + self.new * self.samples
 
 
 def sketch(raw: bytes, max_tokens: int) -> Sketch:
@@ -30,14 +37,13 @@ def sketch(raw: bytes, max_tokens: int) -> Sketch:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
-        return Sketch("", 0.0)
+        return Sketch("")
     body = value.get("body", value) if isinstance(value, dict) else None
     if not isinstance(body, dict):
-        return Sketch("", 0.0)
+        return Sketch("")
     head, length = _prompt(body)
     wanted = _count(body.get("max_completion_tokens", body.get("max_tokens")), max_tokens)
-    # A prompt's tokens run many at a time, those that are generated one by one.
-    return Sketch(head, length / 40 + wanted * max(_count(body.get("n"), 1), 1))
+    return Sketch(head, length / 4, wanted, max(_count(body.get("n"), 1), 1))
 
 
 def _count(value: Any, default: int) -> int:

@@ -18,6 +18,7 @@ from mpillm.engine import setup
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.feed import Desk, Feed, Letters, Line
 from mpillm.engine.generate import BatchLoop, Ends
+from mpillm.engine.guided import Guides
 from mpillm.engine.kvcache import allocate
 from mpillm.engine.link import Link
 from mpillm.engine.output import ReplicaOutput
@@ -128,10 +129,12 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     with open_output(settings, job, split, replica, own, tokenizer) as output:
         feed = make_feed(settings, job, tokenizer, mail, desk, scheduler, output) if replica.is_root else None
         link = Link(replica, feed)
+        guides = Guides(replica, share.vocab.start, share.vocab.size, job.model.vocab, job.eos_ids,
+                        tokenizer if replica.is_root else None)
         loop = BatchLoop(model.model, cache, scheduler, Sampler(link, share.vocab.start, widest), replica, output,
                          Ends(job.eos_ids, job.context), keep_logits=settings.logits,
                          text_stream=text_streams(tokenizer), replica=replica.index, clock_start=clock, link=link,
-                         run_seed=settings.seed)
+                         run_seed=settings.seed, guides=guides)
         try:
             loop.run()
         except OutputError as error:
@@ -141,8 +144,8 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     if replica.is_root:
         LOG.log(logging.INFO if scheduler.preempted or scheduler.shared_positions else logging.DEBUG,
                 "replica %d: %d positions computed (%d of them again after %d preemptions), %d taken from shared "
-                "prefixes", replica.index, scheduler.computed_positions, scheduler.recomputed_positions, scheduler.preempted,
-                scheduler.shared_positions)
+                "prefixes", replica.index, scheduler.computed_positions, scheduler.recomputed_positions,
+                scheduler.preempted, scheduler.shared_positions)
     return output.paths
 
 
@@ -156,7 +159,7 @@ def text_streams(tokenizer: Any | None) -> Callable[[Sequence], TextStream | Non
 
         s = sequence.request.sampling
         return TextStream(tokenizer, sequence.prompt.tolist(), s.stop, s.skip_special_tokens,
-                          s.include_stop_str_in_output)
+                          s.include_stop_str_in_output, s.guided is not None)
 
     return text_stream
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from mpillm.engine.guided import check_guide, read_guide
 from mpillm.engine.validate import (
     NAMES,
     Limits,
@@ -159,11 +160,15 @@ def read_request(line: int, index: int, raw: bytes, defaults: Sampling, tokenize
             raise defect
         body, kind, bare = _unwrap(value)
         sampling = read_sampling(body, kind, defaults, limits)
+        guide = read_guide(body)
         model = _model(body, limits)
         prompts = _prompts(body, kind, tokenizer, limits, sampling)
         if sampling.stop and tokenizer is None:
             raise LineError("stop: the model has no tokenizer, so no text is made; use stop_token_ids with "
                             "prompt_token_ids", param="stop", code="no_tokenizer")
+        if guide is not None:
+            check_guide(guide, tokenizer)
+            sampling = replace(sampling, guided=guide)
         return Request(line, index, custom_id, kind, bare, prompts, sampling, model)
     except LineError as error:
         return FailedLine.of(line, index, custom_id, error)

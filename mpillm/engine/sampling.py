@@ -24,7 +24,7 @@ from mpillm.engine.request import Sampling
 
 GREEDY = 1e-5
 FIRST_CANDIDATES = 64
-CONTINUE, FINISHED, WIDEN, NOT_FINITE, NONE_ALLOWED = range(5)
+CONTINUE, FINISHED, WIDEN, NOT_FINITE, NONE_ALLOWED, TOO_COMPLEX = range(6)
 
 # Columns of a rank's message for a row; candidates follow them.
 RAW_MAX, RAW_SUM, TARGET, SCORE, SCORE_ID, SCORE_RAW, TEMP_MAX, TEMP_SUM, FIXED = range(9)
@@ -53,6 +53,7 @@ class Row:
     target: int = -1                 # the prompt's own next token, for prompt logprobs
     alternatives: int = 0            # best raw tokens to report
     banned: tuple[int, ...] = ()     # end tokens, while min_tokens is not reached
+    allowed: np.ndarray | None = None    # bool, of this rank's ids: what the text's form lets come next
 
     @property
     def greedy(self) -> bool:
@@ -96,7 +97,7 @@ class Sampler:
         """Decisions for ``logits`` float32 [rows, local vocabulary].
 
         ``judge(row index, decision)`` runs on the root for each chosen token and returns the flag
-        (CONTINUE or FINISHED), which every rank is told.
+        (CONTINUE, FINISHED or TOO_COMPLEX), which every rank is told.
         """
         decisions = [Decision() for _ in rows]
         pending, count = list(range(len(rows))), max((row.candidates() for row in rows), default=0)
@@ -167,8 +168,8 @@ class Sampler:
 
 def _has_processors(row: Row) -> bool:
     s = row.sampling
-    return bool(s.logit_bias or s.allowed_token_ids is not None or row.banned or s.presence_penalty
-                or s.frequency_penalty or s.repetition_penalty != 1)
+    return bool(s.logit_bias or s.allowed_token_ids is not None or row.allowed is not None or row.banned
+                or s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1)
 
 
 def apply_processors(logits: np.ndarray, row: Row, first_id: int) -> None:
@@ -184,6 +185,8 @@ def apply_processors(logits: np.ndarray, row: Row, first_id: int) -> None:
         kept = logits[allowed]
         logits[:] = -np.inf
         logits[allowed] = kept
+    if row.allowed is not None:
+        np.copyto(logits, np.float32(-np.inf), where=~row.allowed)
     if row.banned:
         logits[local(np.asarray(row.banned))] = -np.inf
     for token, bias in s.logit_bias:

@@ -9,6 +9,7 @@ from mpillm import kernels
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import kvcache
 from mpillm.engine.blocks import blocks_for
+from mpillm.engine.cost import LayoutChoice
 from mpillm.engine.scheduler import Sequence
 from mpillm.errors import ResourceError, UsageError
 from mpillm.layers.attention import KVGather
@@ -32,6 +33,7 @@ class Split:
     partition: Partition
     weight_bytes: tuple[int, ...]    # by rank of a replica
     formats: tuple[str, ...]         # of the weights in memory
+    choice: LayoutChoice             # why this layout
 
 
 @dataclass(frozen=True)
@@ -42,29 +44,34 @@ class LoadedModel:
     nbytes: int
 
 
-def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int) -> Split:
+def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int,
+                 choice: LayoutChoice | None = None) -> Split:
     """The layout and the split of the model over the ranks of a replica.
 
-    ``memory``: bytes that each rank may use. A tp that is asked for need only hold the weights; one that is chosen
-    leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
+    ``memory``: bytes that each rank may use. ``choice``: of engine/layout.py; None for ``run.tp``, else the
+    largest tp that divides the ranks and fits. A layout that is asked for need only hold the weights; one that is
+    chosen here leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
-    sizes = registry.sizes(model, weights, run.weights)
     kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
-
-    def all_weight_bytes(tp: int) -> tuple[int, ...]:
-        split = partition(sizes, tp, run.kv_mode)
-        return tuple(registry.weight_bytes(model, weights, split, run.weights, rank) for rank in range(tp))
-
-    def fits(tp: int) -> bool:
-        return max(all_weight_bytes(tp)) + LOADING_BYTES + RUNTIME_BYTES <= memory
-
-    chosen = layout(ranks, model.n_heads, fits, run.tp)
-    needed = all_weight_bytes(chosen.tp)
+    if choice is None:
+        found = layout(ranks, model.n_heads, lambda tp: fits(run, model, weights, tp, memory), run.tp)
+        choice = LayoutChoice(found, "the largest that fits" if run.tp is None else f"--tp {run.tp}")
+    split, needed = held(run, model, weights, choice.layout.tp)
     if max(needed) + LOADING_BYTES > memory:
-        raise ResourceError(f"--tp {chosen.tp}: a rank needs {format_size(max(needed))} for weights and has "
+        raise ResourceError(f"--tp {choice.layout.tp}: a rank needs {format_size(max(needed))} for weights and has "
                             f"{format_size(memory)}: use more ranks per model or smaller --weights")
-    formats = tuple(sorted(registry.formats(model, weights, run.weights)))
-    return Split(chosen, partition(sizes, chosen.tp, run.kv_mode), needed, formats)
+    return Split(choice.layout, split, needed, tuple(sorted(registry.formats(model, weights, run.weights))), choice)
+
+
+def held(run: RunConfig, model: ModelConfig, weights: Weights, tp: int) -> tuple[Partition, tuple[int, ...]]:
+    """The split over ``tp`` ranks, and the bytes of weights of each."""
+    split = partition(registry.sizes(model, weights, run.weights), tp, run.kv_mode)
+    return split, tuple(registry.weight_bytes(model, weights, split, run.weights, rank) for rank in range(tp))
+
+
+def fits(run: RunConfig, model: ModelConfig, weights: Weights, tp: int, memory: int) -> bool:
+    """Whether weights and runtime fit the ``memory`` of each of ``tp`` ranks."""
+    return max(held(run, model, weights, tp)[1]) + LOADING_BYTES + RUNTIME_BYTES <= memory
 
 
 def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,

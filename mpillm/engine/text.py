@@ -29,14 +29,16 @@ class TextStream:
         stop: tuple[str, ...] = (),
         skip_special: bool = True,
         include_stop: bool = False,
+        keep_begin: bool = False,
     ) -> None:
+        """``keep_begin``: the text's first space is its own, whatever the prompt (a guided text is of its form)."""
         assert all(stop), "an empty stop string would end every text"
         self._tokenizer, self._skip_special, self._include_stop = tokenizer, skip_special, include_stop
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail, begun = self._prompt_tail(prompt_ids)
-        self._strip = 0 if begun else tokenizer.strip_left  # spaces still to be taken off the begin
+        self._strip = 0 if begun or keep_begin else tokenizer.strip_left  # spaces still to be taken off the begin
         self._decoder.decode(tail)
         self._broken_prompt = bool(tail)  # decode(prompt) ends in U+FFFD, which is not to come twice
         self._parts: list[str] = []

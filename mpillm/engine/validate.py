@@ -25,6 +25,16 @@ MAX_STOP_LENGTH = 4096     # characters of one stop string
 
 
 @dataclass(frozen=True)
+class Guide:
+    """The form that a text must have."""
+
+    kind: str                            # 'json', 'regex', 'choice' or 'grammar'
+    text: str                            # the schema, the expression, the choices as JSON, the grammar
+    param: str                           # the parameter that named it
+    whitespace: str | None = None        # between parts of JSON; "": none; None: some at commas and colons
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen and where a text ends; names and meanings are vLLM's."""
 
@@ -49,6 +59,7 @@ class Sampling:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    guided: Guide | None = None          # read by ``guided.read_guide``
 
 
 @dataclass(frozen=True)
@@ -194,23 +205,25 @@ RULES: Mapping[str, Rule] = {
 IGNORED = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "cache_salt", "parallel_tool_calls", "stream_options", "request_id", "priority",
-    "prediction", "return_token_ids"))
+    "prediction", "return_token_ids", "guided_decoding_backend"))
+
+# Names that say which form a text must have; ``guided.read_guide`` reads them.
+FORMS = frozenset(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+                   "guided_grammar", "guided_whitespace_pattern"))
 
 # Names of things that are not done here, and the values with which they ask for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
-    "length_penalty": (1, 1.0), "response_format": ({"type": "text"},), "functions": ([],),
+    "length_penalty": (1, 1.0), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (),
-    "reasoning_effort": (), "verbosity": (), "logits_processors": ([],), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (), "bad_words": ([],), "spaces_between_special_tokens": (True,),
+    "reasoning_effort": (), "verbosity": (), "logits_processors": ([],),
+    "truncate_prompt_tokens": (), "prompt_embeds": (), "bad_words": ([],), "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": (),
     "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,),
     "top_a": (0, 0.0), "typical_p": (1, 1.0), "mirostat": (0,), "detokenize": (True,),
 }
 
-COMMON_NAMES = frozenset((*RULES, *IGNORED, *NEUTRAL, "max_completion_tokens", "model", "parse_special"))
+COMMON_NAMES = frozenset((*RULES, *IGNORED, *NEUTRAL, *FORMS, "max_completion_tokens", "model", "parse_special"))
 NAMES: Mapping[str, frozenset[str]] = {
     "completion": COMMON_NAMES | {"prompt", "prompt_token_ids", "add_special_tokens"},
     "chat": COMMON_NAMES | {"messages", "tools", "tool_choice", "top_logprobs"},

@@ -1,4 +1,4 @@
-"""HDF5 files under a full disk, a lost mount or a kill: how this program opens, writes and reads them."""
+"""HDF5 files under a full disk or a lost mount: how this program writes them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,17 @@ def reason(error: BaseException) -> str:
 
 
 class _Disk:
-    """The file below HDF5, as h5py's ``fileobj`` driver wants it; it guards against two weaknesses.
+    """The file below HDF5, as h5py's ``fileobj`` driver wants it.
 
     HDF5 cannot be told that a write failed: its next close of that file crashes the process (seen with
     HDF5 2.0.0). So the first failure is kept in ``error``, and this and later writes only seem to succeed;
     the owner asks for ``error`` after each operation.
-
-    HDF5 changes its tables in place over many small writes: a process killed between them leaves a file that
-    does not open (seen in 1 of 20 kills of a busy writer). So what ``commit`` has made valid is not touched
-    before the next ``commit``: changed pages wait in memory, only what lies behind goes straight to the file.
     """
 
-    PAGE = 4096
-
-    def __init__(self, path: str, flags: int) -> None:
+    def __init__(self, path: str) -> None:
         self.error: OSError | None = None
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | flags, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._at = self._size = 0
-        self._pages: dict[int, bytearray] = {}
-        self._valid_pages = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = offset + {0: 0, 1: self._at, 2: self._size}[whence]
@@ -59,7 +51,7 @@ class _Disk:
         return self._size
 
     def flush(self) -> None:
-        """Nothing to do: see ``commit``."""
+        """Nothing waits."""
 
     def read(self, size: int) -> bytes:
         """h5py knows file objects by this method; it reads with ``readinto``."""
@@ -69,70 +61,35 @@ class _Disk:
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        start = self._at
-        self._load(view, start)
-        for page, inside, piece in self._cut(view, start):
-            if page in self._pages:
-                piece[:] = self._pages[page][inside:inside + len(piece)]
-        self._at += len(view)
-        return len(view)
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        behind = max(0, min(len(view), self._valid_pages * self.PAGE - self._at))
-        for page, inside, piece in self._cut(view[:behind], self._at):
-            if page not in self._pages:
-                self._pages[page] = bytearray(self.PAGE)
-                self._load(memoryview(self._pages[page]), page * self.PAGE)
-            self._pages[page][inside:inside + len(piece)] = piece
-        self._store(view[behind:], self._at + behind)
-        self._at += len(view)
-        self._size = max(self._size, self._at)
-        return len(view)
-
-    def commit(self) -> None:
-        """Everything written so far becomes the file; only a kill inside these writes may still break it."""
-        with self._keep_error():
-            if self.error is None and os.fstat(self._file).st_size < self._size:
-                os.ftruncate(self._file, self._size)
-        for page in sorted(self._pages):
-            self._store(memoryview(self._pages[page]), page * self.PAGE)
-        with self._keep_error():
-            if self.error is None:
-                os.ftruncate(self._file, self._size)
-                self._pages.clear()
-                self._valid_pages = -(-self._size // self.PAGE)
-
-    def finish(self, sync: bool) -> None:
-        with self._keep_error():
-            if sync and self.error is None:
-                os.fsync(self._file)
-        with self._keep_error():
-            os.close(self._file)
-
-    def _cut(self, view: memoryview, start: int) -> Iterator[tuple[int, int, memoryview]]:
-        """(page, offset inside it, piece of ``view``) for bytes that begin at ``start``."""
         done = 0
         while done < len(view):
-            page, inside = divmod(start + done, self.PAGE)
-            piece = view[done:done + self.PAGE - inside]
-            yield page, inside, piece
-            done += len(piece)
-
-    def _load(self, view: memoryview, start: int) -> None:
-        done = 0
-        while done < len(view):
-            data = os.pread(self._file, len(view) - done, start + done)
+            data = os.pread(self._file, len(view) - done, self._at + done)
             if not data:  # beyond the end, or never written because of ``error``
                 data = bytes(len(view) - done)
             view[done:done + len(data)] = data
             done += len(data)
+        self._at += done
+        return done
 
-    def _store(self, view: memoryview, start: int) -> None:
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
         with self._keep_error():
-            while self.error is None and len(view):
-                count = os.pwrite(self._file, view, start)
-                view, start = view[count:], start + count
+            while self.error is None and done < len(view):
+                done += os.pwrite(self._file, view[done:], self._at + done)
+        self._at += len(view)
+        self._size = max(self._size, self._at)
+        return len(view)
+
+    def finish(self, sync: bool) -> None:
+        """Closes; ``sync``: when the bytes are on the disk itself."""
+        with self._keep_error():
+            if self.error is None:
+                os.ftruncate(self._file, self._size)
+                if sync:
+                    os.fsync(self._file)
+        with self._keep_error():
+            os.close(self._file)
 
     @contextmanager
     def _keep_error(self) -> Iterator[None]:
@@ -143,17 +100,16 @@ class _Disk:
 
 
 class WritableFile:
-    """A new HDF5 file at ``path``; ``file`` is the h5py.File.
+    """A new HDF5 file at ``path``, which is replaced; ``file`` is the h5py.File.
 
-    Default file version, readable by HDF5 1.8 and later; after ``kill -9`` as of the last flush.
-    ``exclusive``: the path must not exist. Every failure is an OutputError naming path and reason, at the
-    latest from ``flush`` or ``close``.
+    Default file version, readable by HDF5 1.8 and later. Every failure is an OutputError naming path and reason, at
+    the latest from ``close``.
     """
 
-    def __init__(self, path: str, *, exclusive: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._disk = _Disk(path, os.O_EXCL if exclusive else os.O_TRUNC)
+            self._disk = _Disk(path)
         except OSError as error:
             raise OutputError(f"cannot create {path}: {reason(error)}") from error
         self.file = h5py.File(self._disk, "w")
@@ -174,12 +130,6 @@ class WritableFile:
             raise OutputError(f"cannot write {self.path}: {reason(error)}") from error
         self._check()
 
-    def flush(self) -> None:
-        """Everything so far survives the death of this process."""
-        with self.guard() as file:
-            file.flush()
-            self._disk.commit()
-
     def close(self, *, sync: bool = False) -> None:
         """Closes; ``sync``: the bytes are on the disk itself. A second call does nothing."""
         if not self.is_open:
@@ -187,7 +137,6 @@ class WritableFile:
         try:
             with self.guard() as file:
                 file.close()
-                self._disk.commit()
         finally:
             self.is_open = False
             self._at_exit.detach()
@@ -207,17 +156,7 @@ class WritableFile:
 def _close_quietly(file: h5py.File, disk: _Disk) -> None:
     with suppress(OSError, RuntimeError):
         file.close()
-        disk.commit()
     disk.finish(sync=False)
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Failures of h5py while reading ``path`` become an OutputError naming it."""
-    try:
-        yield
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise OutputError(f"cannot read {path}: {reason(error)}") from error
 
 
 def extend(dataset: h5py.Dataset, values: np.ndarray) -> None:

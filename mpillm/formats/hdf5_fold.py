@@ -233,8 +233,7 @@ def _read_rows(files: OpenFiles, file: RankFile, start: int, stop: int, dtype: n
     at = start
     record = int(np.searchsorted(file.firsts, start, "right")) - 1
     while at < stop:
-        end = int(file.firsts[record + 1]) if record + 1 < len(file.firsts) else stop
-        end = min(end, stop)
+        end = min(stop, int(file.firsts[record + 1]) if record + 1 < len(file.firsts) else stop)
         offset = int(file.offsets[record]) + (at - int(file.firsts[record])) * file.width * dtype.itemsize
         files.read(file.path, offset, rows[at - start:end - start])
         at, record = end, record + 1

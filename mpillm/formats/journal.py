@@ -193,9 +193,7 @@ class Journal:
 
     def _join(self) -> None:
         if self._syncing is not None:
-            self._syncing.join(self.patience)
-            if self._syncing.is_alive():
-                raise OutputError(f"cannot write {self.path}: the disk did not answer for {self.patience:.0f} s")
+            self._syncing.join()
 
     def _check(self) -> None:
         if self._sync_error is not None:
@@ -344,7 +342,9 @@ def repair(reader: Reader) -> str | None:
             said = f"{path} is damaged after {reader.whole} bytes: the rest is set aside with a copy, {damaged}"
         os.truncate(path, reader.whole)
     except OSError as error:
-        raise OutputError(f"cannot repair {path}: {error.strerror}") from error
+        with suppress(OSError):
+            os.unlink(damaged + ".tmp")
+        raise OutputError(f"cannot repair {path}: {error.strerror}: nothing of it was changed") from error
     return said
 
 

@@ -30,14 +30,16 @@ class PromptFile:
             if not os.path.exists(self._source):
                 self._source += NEW
                 _copy(path, self._source)
+        self._known = self._digests    # where the digests of these lines lie
         self.count = 0
         self.digest = ""               # of all lines, in hexadecimal
 
     def index(self) -> None:
         """Read all lines once: their number, and their digests into the folder. Raises InputError, OutputError."""
         self.count, whole = 0, hashlib.blake2b(digest_size=16)
+        self._known = self._digests + NEW
         try:
-            with open(self._digests + NEW, "wb") as file:
+            with open(self._known, "wb") as file:
                 for _, raw in iterate_lines(self._source):
                     digest = _digest(raw)
                     file.write(digest)
@@ -55,7 +57,8 @@ class PromptFile:
             if self._source.endswith(SPOOL + NEW):
                 os.replace(self._source, self._source.removesuffix(NEW))
                 self._source = self._source.removesuffix(NEW)
-            os.replace(self._digests + NEW, self._digests)
+            os.replace(self._known, self._digests)
+            self._known = self._digests
         except OSError as error:
             raise OutputError(f"{self._digests}: {error.strerror}") from None
 
@@ -89,7 +92,7 @@ class PromptFile:
 
     def lines(self) -> Iterator[tuple[int, int, bytes]]:
         """(index, line number, bytes) of each line, in order. Raises InputError, also when the file has changed."""
-        with open(self._digests, "rb") as file:
+        with open(self._known, "rb") as file:
             index = 0
             for number, raw in iterate_lines(self._source):
                 if index == self.count:

@@ -163,6 +163,23 @@ def all_but_one_banned(body: dict[str, Any]) -> None:
         assert value < 0 and len(top) == 3 and min(top.values()) == value
 
 
+def samples_differ(body: dict[str, Any]) -> None:
+    """With one seed each item and sample draws its own; the first item's first as a line of one does."""
+    found = [tuple(choice["token_ids"]) for choice in body["choices"]]
+    assert len(set(found)) == len(found) == 4
+
+
+def echoed(body: dict[str, Any]) -> None:
+    """Each item's text, tokens and logprobs: those of the prompt, then those that were generated."""
+    for prompt, choice in zip(("ab", "xyz"), body["choices"], strict=True):
+        assert choice["text"].startswith(prompt) and len(choice["token_ids"]) == 2
+        lists = choice["logprobs"]
+        assert lists["tokens"][:1 + len(prompt)] == ["<s>", *prompt] and lists["token_logprobs"][0] is None
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert len(lists[name]) == 1 + len(prompt) + 2
+        assert lists["text_offset"] == sorted(lists["text_offset"]) and lists["text_offset"][1] == 0
+
+
 # Nothing to write, nothing to read, too much of either.
 SIZES = [
     right("score", scored, prompt="Yes", max_tokens=0, echo=True, logprobs=1),
@@ -180,7 +197,32 @@ SIZES = [
     right("clipped far", answers(7), prompt_token_ids=[5] * 505, max_tokens=10**9),
     right("null is absent", answers(), max_tokens=None, temperature=None, stop=None, n=None),
     right("prompt_logprobs", first_has_no_score, prompt_logprobs=1),
+    right("samples with a seed", samples_differ, prompt=["note", "note"], n=2, temperature=1.5, seed=7),
+    right("echo of a list", echoed, prompt=["ab", "xyz"], echo=True, logprobs=2, max_tokens=2),
+    fails("stop id too early", "no token is left", "min_tokens", allowed_token_ids=[57], stop_token_ids=[57],
+          min_tokens=2),
     right("all but one banned", all_but_one_banned, allowed_token_ids=[7], logprobs=2),
+]
+
+
+# Texts of a form: what cannot be one, and how it goes with what else is asked.
+GUIDED = [
+    fails("schema word", "response_format", "objekt", response_format={
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}),
+    fails("schema kept", "unevaluatedProperties", structured_outputs={"json": {"unevaluatedProperties": False}}),
+    fails("format word", "response_format", "xml", response_format={"type": "xml"}),
+    fails("regex cut", "guided_regex", "unclosed", guided_regex="[a-z"),
+    fails("regex of nothing", "no text", guided_regex=r"[^\s\S]"),
+    fails("choice of none", "guided_choice", guided_choice=[]),
+    fails("two forms", "response_format", "guided_choice", response_format={"type": "json_object"},
+          guided_choice=["a"]),
+    fails("grammar without a root", "grammar", "root", structured_outputs={"grammar": 'a ::= "x"'}),
+    fails("form without an end", "no token is left", guided_choice=["DEF"], allowed_token_ids=[7]),
+    right("form of text", answers(), response_format={"type": "text"}),
+    right("form scored", answers(0), guided_choice=["a"], max_tokens=0),
+    right("form ends early", text("DEFD", 2, None), guided_choice=["DEFD"], min_tokens=5),
+    right("form cut", text("DDDDDD", 6, None, "length"), guided_regex="D*", allowed_token_ids=[D]),
+    right("form stopped", text("DE", 1, "F"), guided_choice=["DEFD"], stop="F", n=2),
 ]
 
 
@@ -243,4 +285,4 @@ BYTES = [
     Case("windows", line("windows") + b"\r", answers(prompt=len(PROMPT))),
 ]
 CASES = [*SAMPLING, *(Case(name, line(name, **fields), answers()) for name, fields in AS_GREEDY.items()),
-         *ENDS, *SIZES, *FORMS, *BYTES]
+         *ENDS, *SIZES, *GUIDED, *FORMS, *BYTES]

@@ -32,7 +32,7 @@ def test_nothing_to_do_is_done(content, folder):
     outputs = run(folder, 2, folder / "model", prompts, *RUN, name="nothing")
     assert outputs.results.read_bytes() == b""
     with h5py.File(outputs.hdf5) as file:
-        assert file.attrs["schema_version"] == 1
+        assert file.attrs["schema_version"] == 2
         for name in ("requests", "sequences", "tokens", "logprobs", "steps"):
             assert len(file[name]) == 0, name
         assert len(file["ranks"]) == 2

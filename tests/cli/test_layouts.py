@@ -13,6 +13,7 @@ from comparing import same_bits
 from program import Ended, Outputs, launch, write_lines
 
 from mpillm import __version__, kernels
+from mpillm.engine.cost import LayoutChoice
 from mpillm.machine.launch import processor_name
 
 MODEL = Path(__file__).parents[1] / "reference" / "data" / "saved_tiny"     # 6 query and 2 KV heads of 16, 2 layers
@@ -58,16 +59,22 @@ def two(folder) -> tuple[Outputs, Ended]:
 
 @pytest.fixture(scope="module")
 def many(folder) -> tuple[Outputs, Ended]:
-    """32 ranks for five prompts, the layout left to the program."""
-    return start(folder, "many", 32, LINES, *HOT)
+    """Eight replicas of four ranks for five prompts."""
+    return start(folder, "many", 32, LINES, *HOT, "--layout", "8x4")
+
+
+@pytest.fixture(scope="module")
+def chosen(folder) -> tuple[Outputs, Ended]:
+    """Two ranks, the layout left to the program."""
+    return start(folder, "chosen", 2, LINES, *HOT)
 
 
 # Layouts
 
 
-def test_32_ranks_choose_a_layout_and_answer_all(many):
+def test_32_ranks_answer_all_in_the_layout_that_is_asked(many):
     outputs, ended = many
-    assert "layout: 32 rank(s) = 8 replica(s) of 4\n" in ended.stderr
+    assert "layout: 8 replica(s) x 4 rank(s) (--layout 8x4)\n" in ended.stderr
     assert [len(outputs.ids(name)) for name in NAMES] == [6] * 5
     with h5py.File(outputs.hdf5) as file:
         layout, ranks = json.loads(file.attrs["layout"]), file["ranks"][:]
@@ -75,6 +82,21 @@ def test_32_ranks_choose_a_layout_and_answer_all(many):
     assert (layout["tp"], layout["dp"], layout["idle"]) == (4, 8, 0)
     assert ranks["rank"].tolist() == list(range(32))
     assert ranks["replica"].tolist() == [rank // 4 for rank in range(32)]
+
+
+def test_a_layout_that_is_chosen_is_measured_said_and_recorded(chosen):
+    outputs, ended = chosen
+    assert [len(outputs.ids(name)) for name in NAMES] == [6] * 5
+    with h5py.File(outputs.hdf5) as file:
+        found = json.loads(file.attrs["layout"])
+    choice = LayoutChoice.from_dict(found)
+    assert choice.chosen_by == "auto" and choice.line() + "\n" in ended.stderr
+    assert sorted(name for name, _ in choice.expected) == ["1x2", "2x1"]
+    assert f"{found['dp']}x{found['tp']}" == choice.expected[0][0]
+    assert found["measured"]["read"] > 1e7 and found["measured"]["operations"] > 1e8
+    assert [(ranks, nbytes) for ranks, nbytes, _ in found["measured"]["exchanges"]] == [(2, 384), (2, 32 * 384)]
+    assert all(0 < seconds < 1 for _, _, seconds in found["measured"]["exchanges"])
+    assert found["measured"]["work"]["sequences"] == 5 and found["measured"]["work"]["new"] == 6
 
 
 def test_replicas_without_a_request_are_said_to_be_idle(many, two):
@@ -86,7 +108,7 @@ def test_replicas_without_a_request_are_said_to_be_idle(many, two):
 
 def test_spare_ranks_are_said_to_be_idle(one, two):
     outputs, ended = two
-    assert "layout: 5 rank(s) = 2 replica(s) of 2; the last 1 rank(s) stay idle\n" in ended.stderr
+    assert "layout: 2 replica(s) x 2 rank(s), the last 1 rank(s) stay idle (--tp 2)\n" in ended.stderr
     assert [len(outputs.ids(name)) for name in NAMES] == [6] * 5
     with h5py.File(outputs.hdf5) as file:
         ranks, replicas = file["ranks"][:], file["requests"]["replica"].tolist()
@@ -130,7 +152,8 @@ def test_the_header_says_what_the_results_depend_on(one, two):
         assert config["tp"] == 2 and config["temperature"] == 1 and config["kv_memory"] == 2 * BLOCK + 100
         assert config["prompts"].endswith(".jsonl") and config["max_batch"] == 32 and config["kv_type"] == "bf16"
         assert layout == {"tp": 2, "dp": dp, "idle": idle, "kv_mode": "redundant", "rows": 2, "width": 1,
-                          "collectives": "shm", "wire": "f32", "instructions": kernels.tier()}
+                          "collectives": "shm", "wire": "f32", "instructions": kernels.tier(), "chosen_by": "--tp 2",
+                          "measured": None, "expected": []}
         assert model["weight_formats"] == ["f32"] and model["kv_type"] == "bf16"
         assert (model["architecture"], model["hidden"], model["n_heads"], model["vocab"]) == ("llama", 96, 6, 307)
         assert model["name"] == "saved_tiny" and model["path"] == str(MODEL)

@@ -12,6 +12,7 @@ from llvmlite import binding, ir
 from mpillm import kernels
 from mpillm.bench import machine, model, plot
 from mpillm.bench.figures import Costs, Piece, SpeedTest, budget, costs
+from mpillm.engine import probe
 from mpillm.errors import UsageError
 from mpillm.jit import measure
 from mpillm.models.config import ModelConfig, RopeScaling
@@ -105,7 +106,7 @@ def test_a_whole_batch_starts_together_however_small_the_chunk():
     ("f32", None, [("amx", "bf16"), ("any", "f32")], ("any", "f32")),
 ])
 def test_the_peak_is_that_of_the_tier(weights, tier, available, expected):
-    assert machine.peak_of_format(weights, tier, available) == expected
+    assert probe.peak_of_format(weights, tier, available) == expected
 
 
 def test_cache_sizes(tmp_path):
@@ -115,7 +116,7 @@ def test_cache_sizes(tmp_path):
         folder.mkdir(parents=True)
         for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", "0-3,8")):
             (folder / name).write_text(text + "\n")
-    assert [machine.cache_of(level, str(tmp_path)) for level in (1, 2, 3, 4)] == [
+    assert [probe.cache_of(level, str(tmp_path)) for level in (1, 2, 3, 4)] == [
         (0, 1), (512 << 10, 5), (32 << 20, 5), (0, 1)]
 
 
@@ -124,7 +125,7 @@ def test_cache_sizes(tmp_path):
     (32 << 20, 2 << 30, 2, 256 << 20), (32 << 20, 1 << 20, 8, 1 << 20),
 ])
 def test_the_buffer_is_far_larger_than_the_cache(last_cache, free, ranks, expected):
-    assert machine.buffer_nbytes(last_cache, free, ranks) == expected
+    assert probe.buffer_nbytes(last_cache, free, ranks) == expected
 
 
 def test_thread_counts():

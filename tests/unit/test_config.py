@@ -39,6 +39,8 @@ def test_defaults_and_names_beside_the_prompts():
     ([], "--prompts FILE is missing"),
     (["--prompts", "a.jsonl", "--max-batch", "0"], "--max-batch 0 must be at least 1"),
     (["--prompts", "a.jsonl", "--tp", "-3"], "--tp -3"),
+    (["--prompts", "a.jsonl", "--layout", "4x0"], "--layout 4x0 is neither auto nor replicas x ranks"),
+    (["--prompts", "a.jsonl", "--layout", "2x4", "--tp", "2"], "--tp 2 and --layout 2x4 name different ranks"),
     (["--prompts", "a.jsonl", "--kv-type", "int4"], "invalid choice: 'int4'"),
     (["--prompts", "a.jsonl", "--kv-memory", "much"], "not a number of bytes"),
     (["--prompts", "a.jsonl", "--kv-memory", "0"], "--kv-memory 0 must be at least 1"),

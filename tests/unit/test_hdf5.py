@@ -22,7 +22,7 @@ from made_parts import FAILED, HEADER, SLICES, VOCAB, logit, make_request, names
 from mpillm.errors import OutputError
 from mpillm.formats import hdf5, hdf5_fold, hdf5_schema
 from mpillm.formats.hdf5 import check_output, fold
-from mpillm.formats.hdf5_file import WritableFile, _Disk, extend
+from mpillm.formats.hdf5_file import _Disk
 from mpillm.formats.journal import OpenFiles
 from mpillm.formats.parts import RankPart, RequestsPart, SequenceRecord, rank_path, requests_path
 
@@ -501,11 +501,10 @@ def test_disk_full_while_folding_keeps_everything(tmp_path):
 @given(st.lists(st.one_of(
     st.tuples(st.just("write"), st.integers(0, 20_000), st.integers(1, 9000)),
     st.tuples(st.just("read"), st.integers(0, 30_000), st.integers(0, 9000)),
-    st.tuples(st.just("truncate"), st.integers(0, 30_000), st.just(0)),
-    st.tuples(st.just("commit"), st.just(0), st.just(0))), max_size=25))
-def test_the_disk_is_a_file_that_changes_by_commits(tmp_path_factory, steps):
+    st.tuples(st.just("truncate"), st.integers(0, 30_000), st.just(0))), max_size=25))
+def test_the_disk_is_a_file(tmp_path_factory, steps):
     path = tmp_path_factory.getbasetemp() / "disk"
-    disk, twin, valid = _Disk(str(path), os.O_TRUNC), bytearray(), b""
+    disk, twin = _Disk(str(path)), bytearray()
     for number, (kind, offset, size) in enumerate(steps):
         if kind == "write":
             data = bytes([number + 1]) * size
@@ -517,43 +516,24 @@ def test_the_disk_is_a_file_that_changes_by_commits(tmp_path_factory, steps):
             offset = min(offset, len(twin))
             disk.seek(offset)
             assert disk.read(size)[:len(twin) - offset] == twin[offset:offset + size]
-        elif kind == "truncate" and offset >= len(twin):  # HDF5 cuts only what it has not written
+        elif offset >= len(twin):       # HDF5 cuts only what it has not written
             disk.truncate(offset)
             twin.extend(bytes(offset - len(twin)))
-        elif kind == "commit":
-            disk.commit()
-            valid = bytes(twin)
-            assert path.read_bytes() == valid
         assert disk.seek(0, 2) == len(twin)
-        assert path.read_bytes()[:len(valid)] == valid
     disk.finish(sync=True)
-    assert disk.error is None
+    assert disk.error is None and path.read_bytes() == bytes(twin)
 
 
-def test_between_flushes_the_file_on_disk_is_the_flushed_one(tmp_path):
-    path = tmp_path / "x.h5"
-    out = WritableFile(str(path))
-    with out.guard() as file:
-        dataset = file.create_dataset("x", (0,), "i4", maxshape=(None,), chunks=(100,))
-        names = file.create_dataset("names", (0,), hdf5_schema.TEXT, maxshape=(None,), chunks=(10,))
-    written = flushed = 0
-    for round_number in range(30):
-        for _ in range(7):
-            with out.guard():
-                extend(dataset, np.arange(written, written + 40))
-                extend(names, np.array([f"n{written}"] * 3, object))
-            written += 40
-        if round_number:
-            copy = shutil.copy(path, tmp_path / "copy.h5")
-            with h5py.File(copy) as file:
-                assert file["x"][:].tolist() == list(range(flushed))
-                assert len(file["names"]) == 3 * flushed // 40 and file["names"][-1].startswith(b"n")
-        out.flush()
-        flushed = written
-    out.close()
-    out.close()
-    with h5py.File(path) as file:
-        assert file["x"][:].tolist() == list(range(written))
+def test_a_writer_that_is_never_closed_does_not_break_the_exit(tmp_path):
+    done = in_process("""
+        from mpillm.formats.hdf5_file import WritableFile, extend
+        out = WritableFile(sys.argv[1] + "/x.h5")
+        extend(out.file.create_dataset("x", (0,), "i4", maxshape=(None,), chunks=(10,)), np.arange(50))
+        raise ValueError("a fault")
+        """, str(tmp_path))
+    assert done.returncode == 1 and done.stderr.strip().endswith("ValueError: a fault")
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["x"][:].tolist() == list(range(50))
 
 
 # The document

@@ -119,6 +119,24 @@ def test_damaged_copies_do_not_replace_one_another(tmp_path):
     assert [(tmp_path / f"x.damaged{end}").read_bytes()[:1] for end in ("", ".1", ".2")] == [b"0", b"1", b"2"]
 
 
+def test_a_repair_that_fails_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    data = bytearray(written(path, [(1, number, b"abc") for number in range(3)]))
+    data[journal.HEAD_BYTES + 3 + 5] ^= 1            # in the second record: the third is whole
+    path.write_bytes(data)
+    reader = Reader(str(path))
+    assert len(list(reader)) == 1
+
+    def full(source, target):
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journal.shutil, "copyfile", full)
+    with pytest.raises(OutputError, match="cannot repair .*No space left on device"):
+        repair(reader)
+    assert os.listdir(tmp_path) == ["x"] and path.read_bytes() == data
+
+
 def test_files_that_cannot_be_read_or_made(tmp_path):
     with pytest.raises(OutputError, match="cannot read .*No such file"):
         list(Reader(str(tmp_path / "none")))

@@ -159,17 +159,19 @@ def test_a_kill_while_the_outputs_are_made_loses_nothing(tmp_path, target, name,
     # The folder as the dead process leaves it, without its locks
     shutil.copytree(tmp_path / "new", tmp_path / "left")
     held.release()
-    output, results = paths(tmp_path / "left")
-    again = io.Outputs(output, results, False, resume=True)
-    if not again.finished:
-        assert finished(again.parts).indices.tolist() == [0, 1, 2, 3]
-        again.begin()
-        again.finish(HEADER)
-    again.release()
-    assert lines(results) == [0, 1, 2, 3]
-    with h5py.File(output) as file:
-        assert file["requests"]["line"].tolist() == [1, 2, 3, 4]
-    assert sorted(os.listdir(tmp_path / "left")) == ["o.h5", "r.jsonl"]
+    # An error instead of a kill lets go of them, and removes no more than that
+    for name in ("left", "new"):
+        output, results = paths(tmp_path / name)
+        again = io.Outputs(output, results, False, resume=True)
+        if not again.finished:
+            assert finished(again.parts).indices.tolist() == [0, 1, 2, 3]
+            again.begin()
+            again.finish(HEADER)
+        again.release()
+        assert lines(results) == [0, 1, 2, 3]
+        with h5py.File(output) as file:
+            assert file["requests"]["line"].tolist() == [1, 2, 3, 4]
+        assert sorted(os.listdir(tmp_path / name)) == ["o.h5", "r.jsonl"]
 
 
 def test_results_come_in_the_order_of_lines_or_of_their_ends(tmp_path, monkeypatch):

@@ -167,6 +167,17 @@ def test_a_torn_tail_of_logits_undoes_the_last_requests(tmp_path, caplog):
     assert finished(parts).indices.tolist() == done.indices.tolist() and finished(parts).cut == []
 
 
+def test_a_row_that_came_twice_does_not_stand_in_for_one_that_is_missing(tmp_path):
+    request = make_request(np.random.default_rng(0), 4, 0) | dict(tp=1, logits_rows=2)
+    for attempt, positions in enumerate(([5, 5], [5, 6])):
+        with RequestsPart(str(tmp_path), attempt, 0, 1.0) as part:
+            part.add(**request)
+        with RankPart(str(tmp_path), attempt, 0, 0, 0, 1.0, logits=(0, VOCAB, "f32")) as part:
+            for position in positions:
+                part.add_logits(np.array([[4, 0, position, 0]]), np.zeros((1, VOCAB), np.float32))
+        assert finished(str(tmp_path)).indices.tolist() == [4][:attempt]
+
+
 def test_a_torn_record_of_a_request_is_done_again(tmp_path):
     parts, requests = whole_run(tmp_path)
     path = Path(requests_path(parts, 0, 1))

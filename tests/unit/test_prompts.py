@@ -21,6 +21,7 @@ def test_lines_are_counted_and_read_again(tmp_path):
     prompts = made(tmp_path, b'\xef\xbb\xbf{"a":1}\r\n\n{"b":2}\n  \n{"c":"\xe2\x80\xa8"}')
     prompts.index()
     assert prompts.count == 3
+    prompts.keep()
     assert list(prompts.lines()) == [(0, 1, b'{"a":1}'), (1, 3, b'{"b":2}'), (2, 5, b'{"c":"\xe2\x80\xa8"}')]
     prompts.compare()
     assert prompts.count == 3
@@ -30,14 +31,18 @@ def test_lines_are_counted_and_read_again(tmp_path):
     (b"1\n2\n3\n4\n", "more lines than the 3"), (b"1\n2\n", "has 2 lines, the run began with 3"),
     (b"1\n5\n3\n", "line 2"), (b"3\n2\n1\n", "line 1"), (b"", "has 0 lines")])
 def test_other_lines_are_named(tmp_path, content, says):
-    made(tmp_path, b"1\n2\n3\n").index()
+    first = made(tmp_path, b"1\n2\n3\n")
+    first.index()
+    first.keep()
     with pytest.raises(UsageError, match=says) as error:
         made(tmp_path, content).compare()
     assert "--resume" in str(error.value)
 
 
 def test_blank_lines_and_line_ends_do_not_count(tmp_path):
-    made(tmp_path, b"1\n2\n3\n").index()
+    first = made(tmp_path, b"1\n2\n3\n")
+    first.index()
+    first.keep()
     prompts = made(tmp_path, b"1\r\n\n2\n3")
     prompts.compare()
     assert prompts.count == 3
@@ -67,6 +72,7 @@ def test_what_cannot_be_read_twice_is_copied(tmp_path):
     prompts = PromptFile(str(tmp_path / "pipe"), str(tmp_path / "parts"))
     writer.join()
     prompts.index()
+    prompts.keep()
     assert [raw for _, _, raw in prompts.lines()] == [b"1", b"2"]
     # Resumed: the copy is there, the FIFO is not asked again
     again = PromptFile(str(tmp_path / "pipe"), str(tmp_path / "parts"))

@@ -19,7 +19,6 @@ from made_parts import FAILED, HEADER, make_request
 
 from mpillm import cli, main
 from mpillm.cli import report
-from mpillm.cli.run import Batch, shares
 from mpillm.cli.show import show
 from mpillm.config import RunConfig
 from mpillm.engine import progress
@@ -27,7 +26,6 @@ from mpillm.errors import InputError, UsageError
 from mpillm.formats.hdf5 import check_output, fold
 from mpillm.formats.hdf5_fold import TIMES
 from mpillm.formats.parts import RequestsPart, SequenceRecord, requests_path
-from mpillm.partition import Layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -345,7 +343,7 @@ def test_a_command_gets_what_follows_its_name(argv, name, rest, monkeypatch):
     (["run", "--tp", "2"], ["run", "--tp", "2"]), (["--help"], ["run", "--help"])])
 def test_the_module_is_run_unless_it_names_a_command(given, meant, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", *given])
-    monkeypatch.setattr(main, "main", lambda argv: argv)
+    monkeypatch.setattr(main, "program", lambda argv: argv)
     assert main.as_module() == meant
 
 
@@ -360,13 +358,3 @@ def test_show_as_a_module(output, tmp_path):
     refused = module("show", str(tmp_path / "none.h5"))
     assert refused.returncode == InputError.exit_code and refused.stdout == ""
     assert refused.stderr.startswith("mpillm: error: ") and len(refused.stderr.splitlines()) == 1
-
-
-# Of the main job
-
-
-def test_every_replica_gets_every_so_manieth_request():
-    batch = Batch(requests=list("abcde"))
-    assert shares(batch, Layout(2, 2, 1), 5) == [list("ace")] * 2 + [list("bd")] * 2 + [[]]
-    assert shares(batch, Layout(3, 1, 0), 3) == [list("abcde")] * 3
-    assert shares(batch, Layout(1, 7, 1), 8) == [[letter] for letter in "abcde"] + [[], [], []]

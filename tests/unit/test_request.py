@@ -24,7 +24,7 @@ from mpillm.engine.request import (
     resolve_max_tokens,
     sequence_seed,
 )
-from mpillm.engine.validate import IGNORED, NAMES, NEUTRAL, RULES
+from mpillm.engine.validate import FORMS, IGNORED, NAMES, NEUTRAL, RULES
 from mpillm.errors import LineError, UsageError
 
 BOS, EOS, VOCAB = 256, 257, 300
@@ -57,6 +57,12 @@ class ByteTokenizer:
                 content = "".join(part["text"] for part in content)
             ids += content.encode("utf-8")
         return ids + [1] * len(tools or [])
+
+    def is_special(self, token_id):
+        return token_id in (BOS, EOS)
+
+    def token_bytes(self, token_id):
+        return bytes((token_id,)) if token_id < 256 else {BOS: b"<s>", EOS: b"</s>"}.get(token_id, b"")
 
 
 LIMITS = Limits(vocab=VOCAB, max_positions=512, model="ours")
@@ -208,7 +214,7 @@ def test_parameters_without_effect_are_ignored():
         assert (got.param, got.code) == (name, "unsupported")
     assert failed({"prompt": "x", "stream": True}).param == "stream"
     assert failed({"prompt": "x", "stream": 0}).param == "stream"
-    assert failed({"prompt": "x", "response_format": {"type": "json_object"}}).param == "response_format"
+    assert ok({"prompt": "x", "response_format": {"type": "text"}}).sampling == Sampling()
 
 
 def test_models():
@@ -522,15 +528,15 @@ def test_defaults_of_the_command_line_obey_the_same_rules():
 
 
 def test_every_field_of_sampling_has_a_rule():
-    assert {field.name for field in fields(Sampling)} == set(RULES)
+    assert {field.name for field in fields(Sampling)} == set(RULES) | {"guided"}
     assert not (IGNORED & set(NEUTRAL)) and not ((IGNORED | set(NEUTRAL)) & set(RULES))
 
 
 def test_the_documentation_names_every_parameter_and_code():
     root = Path(__file__).parents[2]
     named = set(re.findall(r"`([a-z_0-9]+)`", (root / "docs" / "input.md").read_text()))
-    assert set(RULES) | IGNORED | {"max_completion_tokens", "top_logprobs", "tools", "parse_special"} <= named
-    sources = [root / "mpillm" / name for name in ("engine/request.py", "engine/validate.py",
+    assert set(RULES) | IGNORED | FORMS | {"max_completion_tokens", "top_logprobs", "tools", "parse_special"} <= named
+    sources = [root / "mpillm" / name for name in ("engine/request.py", "engine/validate.py", "engine/guided.py",
                                                    "formats/jsonl.py")]
     codes = {code for path in sources for code in re.findall(r'code="(\w+)"', path.read_text())}
     assert len(codes) > 10 and codes <= named

@@ -111,3 +111,11 @@ def test_a_long_text_costs_the_same_per_token():
         stream.push(token)
         assert len(stream._recent) <= 3
     assert stream.finish() == "a" * 5000
+
+
+def test_a_text_of_a_form_keeps_its_first_space():
+    (spaced,) = [i for i in range(PIECES.vocab_size) if PIECES.token_bytes(i) == b" Hello"]
+    for keep, text in ((False, "Hello"), (True, " Hello")):
+        stream = TextStream(PIECES, [1], keep_begin=keep)
+        stream.push(spaced)
+        assert stream.finish() == text
