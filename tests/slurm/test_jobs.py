@@ -93,6 +93,10 @@ def requeued(text):
     assert [line.split(maxsplit=1)[1] for line in text.splitlines() if " end: exit code" in line] == [
         "end: exit code 75", "end: exit code 0"], text[-4000:]
     assert " start 0 on " in text and " start 1 on " in text, text[-4000:]
+    stopped = re.findall(r"stopped by SIGUSR1 with (\d+ of \d+) lines done", text)
+    assert stopped and re.findall(r"resuming: (\d+ of \d+) lines are done", text) == stopped, text[-4000:]
+    done, of = map(int, stopped[0].split(" of "))
+    assert 0 < done < of, "in mid-run"
 
 
 @pytest.fixture(scope="module")
