@@ -122,8 +122,8 @@ def memory_options(memory: Any) -> None:
                              "bf16)")
     memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
-                        help="bytes of KV cache per rank, e.g. 4GiB (default: what the batch needs, at most half "
-                             "of the free memory)")
+                        help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
+                             "--max-batch sequences of full length need)")
     memory.add_argument("--tie-embeddings", action="store_true",
                         help="take the embedding as output head where the file has none")
     memory.add_argument("--fast", action="store_true",

@@ -26,7 +26,7 @@ from mpillm.engine.feed import TIME_LIMIT, Desk, Line
 from mpillm.engine.order import sketch
 from mpillm.engine.progress import RunProgress
 from mpillm.engine.replica import Job, LineReader, run_replica, serve_others, time_left
-from mpillm.errors import MpillmError, Stopped, UsageError
+from mpillm.errors import MpillmError, OutputError, Stopped, UsageError
 from mpillm.formats.part_scan import finished
 from mpillm.formats.parts import RankPart
 from mpillm.formats.prompts import PromptFile
@@ -87,7 +87,9 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | None:
     io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
-        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)))
+        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template),
+        ("--errors", settings.errors_path)))
+    check_errors(settings)
     hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
     if hold.outputs.finished:
         LOG.info("nothing to resume: %s and %s are complete", settings.output_path, settings.results_path)
@@ -110,6 +112,17 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | None:
         raise
 
 
+def check_errors(settings: RunConfig) -> None:
+    """The errors file can be made where it may be needed. Raises OutputError."""
+    path = settings.errors_path
+    if settings.on_stop != "expire":
+        return
+    if os.path.exists(path) and not (settings.overwrite or settings.resume):
+        raise OutputError(f"--errors {path} exists: choose another --errors, or use --overwrite")
+    if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK):
+        raise OutputError(f"--errors {path} cannot be written: name a file in a folder that is yours")
+
+
 def template_of(settings: RunConfig) -> bytes | None:
     """The chat template that was given. Raises UsageError."""
     if settings.chat_template is None:
@@ -127,8 +140,8 @@ def find_begun(settings: RunConfig, hold: Hold, identity: dict[str, Any]) -> int
     Fills the rest of ``hold``. Raises UsageError, InputError, OutputError.
     """
     assert hold.outputs is not None, "rank 0 holds the outputs"
-    prompts = hold.prompts = PromptFile(settings.prompts, hold.outputs.parts)
     begun = resume.load(hold.outputs.parts) if settings.resume else None
+    prompts = hold.prompts = PromptFile(settings.prompts, hold.outputs.parts, begun is not None)
     if begun is None:
         prompts.index()
         hold.done = np.zeros(prompts.count, bool)

@@ -158,6 +158,7 @@ class BatchLoop:
                 if self.link.closed:
                     return 0
                 board().say("waiting for requests")
+                self.sink.progress(0, 0, 0)          # what is finished goes to the disk in time
                 time.sleep(IDLE)
 
     def admit(self, requests: list[Request]) -> None:

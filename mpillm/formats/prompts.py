@@ -21,13 +21,16 @@ DIGEST_BYTES = 8
 class PromptFile:
     """The lines of ``path``; ``folder`` is for what is remembered of them, under other names until ``keep``."""
 
-    def __init__(self, path: str, folder: str) -> None:
-        """Raises InputError when the file cannot be read, OutputError when it cannot be copied."""
+    def __init__(self, path: str, folder: str, resume: bool = False) -> None:
+        """``resume``: a copy in ``folder`` is of the run that goes on, and is taken for the file itself.
+
+        Raises InputError when the file cannot be read, OutputError when it cannot be copied.
+        """
         self.path, self._digests = path, os.path.join(folder, DIGESTS)
         self._source = path
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             self._source = os.path.join(folder, SPOOL)
-            if not os.path.exists(self._source):
+            if not (resume and os.path.exists(self._source)):
                 self._source += NEW
                 _copy(path, self._source)
         self._known = self._digests    # where the digests of these lines lie

@@ -75,7 +75,7 @@ def test_what_cannot_be_read_twice_is_copied(tmp_path):
     prompts.keep()
     assert [raw for _, _, raw in prompts.lines()] == [b"1", b"2"]
     # Resumed: the copy is there, the FIFO is not asked again
-    again = PromptFile(str(tmp_path / "pipe"), str(tmp_path / "parts"))
+    again = PromptFile(str(tmp_path / "pipe"), str(tmp_path / "parts"), resume=True)
     again.compare()
     assert again.count == 2 and (tmp_path / "parts" / SPOOL).exists()
 
