@@ -17,7 +17,7 @@ from pathlib import Path
 
 NODES = 4
 DAEMONS = ("munged", "slurmctld", "slurmd")
-COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo")
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "setpriv")
 PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
 # AuthInfo: a requeued job waits until the credentials of its first start expire, 2 minutes by default
@@ -104,7 +104,8 @@ class Cluster:
 
     def _daemon(self, *command: str) -> None:
         with open(self.folder / "log" / f"{command[0]}.{len(self.daemons)}.out", "wb") as out:
-            self.daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            # setpriv: they end with this process, however it ends
+            self.daemons.append(subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                                  env=self.environment, start_new_session=True))
 
     def call(self, *command: str, check: bool = True, **variables: str) -> str:
