@@ -105,8 +105,9 @@ class Cluster:
     def _daemon(self, *command: str) -> None:
         with open(self.folder / "log" / f"{command[0]}.{len(self.daemons)}.out", "wb") as out:
             # setpriv: they end with this process, however it ends
-            self.daemons.append(subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                                 env=self.environment, start_new_session=True))
+            self.daemons.append(subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env=self.environment, start_new_session=True))
 
     def call(self, *command: str, check: bool = True, **variables: str) -> str:
         """What a command of SLURM prints."""
