@@ -154,7 +154,8 @@ def prepare(given: dict[str, Any], settings: config.RunConfig, text: Text) -> tu
     tokens = len(text.ids)
     if not (windows := score.count_windows(tokens, window, stride)):
         raise InputError(f"{settings.prompts} has {tokens} token(s): a score needs two")
-    job = run.Job(path, model, "", model.context, frozenset(), int(time.time()), run.versions(), 0)
+    # The context bounds the cache that is taken
+    job = run.Job(path, model, "", min(window, tokens), frozenset(), int(time.time()), run.versions(), 0)
     return job, Plan(tokens, window, stride, windows)
 
 
@@ -244,7 +245,7 @@ def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, 
         if world.rank == 0 and time.perf_counter() - said >= settings.progress_every:
             said = time.perf_counter()
             LOG.info("%d of %d windows, perplexity of replica 0 so far %.4g", min(begin + dp * ROUND, plan.windows),
-                     plan.windows, math.exp(sum(s.nll for s in sink.sums) / sum(s.tokens for s in sink.sums)))
+                     plan.windows, sink.so_far())
     return sink.sums, sink.failure
 
 

@@ -117,5 +117,10 @@ class ScoreSink:
     def step(self, record: tuple[int, int, float, float, float, float]) -> None:
         pass
 
+    def so_far(self) -> float:
+        """The perplexity of the windows that are done; NaN of none."""
+        tokens = sum(s.tokens for s in self.sums)
+        return math.exp(min(700.0, sum(s.nll for s in self.sums) / tokens)) if tokens else math.nan
+
     def progress(self, prefilled: int, generated: int, finished: int) -> None:
         self.prefilled += prefilled

@@ -16,7 +16,7 @@ from test_setup import _Alone, asked
 from mpillm import kernels
 from mpillm.engine import kvcache, setup
 from mpillm.engine.blocks import BlockLedger, blocks_for
-from mpillm.engine.generate import BatchLoop, Ends, sequences_of
+from mpillm.engine.generate import BatchLoop, Ends
 from mpillm.engine.request import Request, Sampling
 from mpillm.engine.sampling import Sampler
 from mpillm.engine.scheduler import Limits, Scheduler
@@ -62,6 +62,9 @@ class Kept:
             assert key not in self.rows, f"the logits of {key} are handed out twice"
             self.rows[key] = row.tobytes()
 
+    def step(self, record):
+        pass
+
     def progress(self, prefilled, generated, finished):
         pass
 
@@ -105,8 +108,9 @@ def run(built, kv_type, requests, n_blocks=200, *, max_batch=32, chunk=256, shar
     kept, ends = Kept(), Ends(frozenset(), CONTEXT)
     loop = BatchLoop(model, cache, scheduler, Sampler(_OneRank(), 0, config.vocab),
                      SimpleNamespace(seconds=0.0, waited=0.0), kept, ends, keep_logits=keep_logits,
-                     text_stream=lambda sequence: None, replica=0, clock_start=time.perf_counter())
-    loop.run(sequences_of(requests, ends, 1, keep_logits, model.rope.salt))
+                     text_stream=lambda sequence: None, replica=0, clock_start=time.perf_counter(), run_seed=1)
+    loop.admit(requests)
+    assert loop.run() == 0
     assert len(kept.results) == len(requests)
     return kept, scheduler
 

@@ -56,6 +56,7 @@ def test_sums_give_the_mean_and_its_error_in_any_order(figure, seed, nbytes):
     tokens, window, stride = figure
     logprobs = -np.random.default_rng(seed).exponential(3, tokens)
     sink = score.ScoreSink(*figure)
+    assert math.isnan(sink.so_far())
     windows = [score.window_at(i, *figure) for i in range(score.count_windows(*figure))]
     for w in random.Random(seed).sample(windows, len(windows)):
         scores = [None, *((float(p), None) for p in logprobs[w.start + 1:w.stop])]
@@ -66,6 +67,7 @@ def test_sums_give_the_mean_and_its_error_in_any_order(figure, seed, nbytes):
     assert found.perplexity == pytest.approx(math.exp(nll.mean()))
     assert found.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / nbytes)
     assert found == score.perplexity(sorted(sink.sums, key=lambda s: s.index), nbytes)
+    assert sink.so_far() == pytest.approx(found.perplexity)
     if tokens == 2:
         assert found.nll_stderr is found.perplexity_stderr is None
     else:
