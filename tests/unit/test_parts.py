@@ -230,13 +230,11 @@ def made_result(index: int, items: int = 1, n: int = 2) -> Result:
 
 def replica_output(folder: Path, own: RankPart, root: bool, keeps: bool = True) -> ReplicaOutput:
     return ReplicaOutput(str(folder), 2, 3, 2, own, is_root=root, flush_every=0.0, keeps_logits=keeps, tokenizer=None,
-                         run_seed=1, created=0, progress=None)
+                         run_seed=1, created=0)
 
 
 def test_a_replica_s_output_is_two_kinds_of_journals(tmp_path):
     owns = [RankPart(str(tmp_path), 2, rank, 3, rank, 0.0, logits=(rank * 4, rank * 4 + 4, "f16")) for rank in (0, 1)]
-    steps = np.zeros(2, [("rows_prefill", "i4"), ("rows_decode", "i4"), ("start_s", "f8"), ("total_s", "f8"),
-                         ("communication_s", "f8"), ("waited_s", "f8")])
     # The sequences of a request side by side; a row that is computed anew counts once
     keys = np.array([[7, 0, 2, 0], [8, 0, 2, 0], [7, 1, 2, 0], [7, 0, 3, 0], [7, 1, 2, 0], [7, 1, 3, 0], [8, 0, 3, 0]])
     for rank, own in enumerate(owns):
@@ -244,7 +242,8 @@ def test_a_replica_s_output_is_two_kinds_of_journals(tmp_path):
             own.describe(rank_row(rank, 3, rank))
             for begin in range(len(keys)):
                 output.logits(keys[begin:begin + 1], np.full((1, 4), begin, np.float32))
-            output.steps(steps)
+            output.step((1, 0, 0.0, 0.5, 0.1, 0.0))
+            output.step((0, 1, 0.5, 0.5, 0.1, 0.0))
             if rank == 0:
                 output.result(made_result(7))
                 output.failed(made_result(8).request, "it broke", "broken", 500)

@@ -67,7 +67,7 @@ def test_the_first_step_has_a_line_and_then_one_every_so_often(clock, said):
 
 
 def test_a_line_has_the_rates_since_the_start_and_the_time_left(clock, said):
-    shown = progress.RunProgress(6, every=1, share=" (replica 0 of 2)")
+    shown = progress.RunProgress(6, every=1)
     clock.now += 20
     shown.add(prefilled=100, generated=10, finished=0)
     clock.now += 20
@@ -75,9 +75,9 @@ def test_a_line_has_the_rates_since_the_start_and_the_time_left(clock, said):
     clock.now += 20
     shown.add(prefilled=20, generated=20, finished=4)
     assert said() == [
-        "0 of 6 requests (replica 0 of 2), 0.5 tokens/s generated, 5.0 prefilled",
-        "2 of 6 requests (replica 0 of 2), 1.0 tokens/s generated, 2.5 prefilled, about 1:20 left",
-        "6 of 6 requests (replica 0 of 2), 1.0 tokens/s generated, 2.0 prefilled"]
+        "0 of 6 requests, 0.5 tokens/s generated, 5.0 prefilled",
+        "2 of 6 requests, 1.0 tokens/s generated, 2.5 prefilled, about 1:20 left",
+        "6 of 6 requests, 1.0 tokens/s generated, 2.0 prefilled"]
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -96,16 +96,26 @@ def test_refused_requests_count_as_finished(clock, said):
     assert said() == ["2 of 3 requests, 0.0 tokens/s generated, 0.0 prefilled, about 0:00 left"]
 
 
+def test_what_an_earlier_attempt_did_is_counted_but_not_in_the_time_left(clock, said):
+    shown = progress.RunProgress(10, every=1, done=6)
+    clock.now += 10
+    shown.add(prefilled=10, generated=0, finished=0)
+    clock.now += 10
+    shown.add(prefilled=0, generated=20, finished=2)
+    assert said() == ["6 of 10 requests, 0.0 tokens/s generated, 1.0 prefilled",
+                      "8 of 10 requests, 1.0 tokens/s generated, 0.5 prefilled, about 0:20 left"]
+
+
 @pytest.mark.parametrize("columns", ["140", "80"])
 def test_on_a_terminal_it_is_a_bar_and_not_lines(columns, monkeypatch, said):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown = progress.RunProgress(4, every=1e-9, share=" (replica 0 of 2)")
+    shown = progress.RunProgress(4, every=1e-9)
     shown.add(prefilled=7, generated=1, finished=3)
     shown.close()
     last = sys.stderr.getvalue().splitlines()[-2]
-    assert "requests (replica 0 of 2)" in last and "t/s" in last
+    assert "requests" in last and "t/s" in last
     assert said() == []
     assert "3/4" in last
 
@@ -302,7 +312,7 @@ def test_show_of_a_folder_is_an_input_error(tmp_path):
 def test_an_unknown_command_names_the_known_ones(monkeypatch):
     for rank, quiet in (("0", False), ("1", True)):
         monkeypatch.setenv("PMI_RANK", rank)
-        with pytest.raises(UsageError, match="no command 'ruin': use one of run, show") as caught:
+        with pytest.raises(UsageError, match="no command 'ruin': use one of run, perplexity") as caught:
             cli.command(["ruin", "--prompts", "x"])
         assert caught.value.agreed and caught.value.quiet is quiet
 
