@@ -16,6 +16,8 @@ from mpillm import kernels
 from mpillm.errors import ModelError
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
 from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
+from mpillm.machine import signals
+from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
@@ -168,7 +170,9 @@ class Loader:
             at = 0 if in_turn else at
             stored_as = KEPT.get(self.weights.info(piece.name).dtype)
             raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
+            board().say(f"reading {piece.name}")
             for count, values in _ahead(self._chunks(piece, columns, raw, k_stored)):
+                signals.check("while weights were read")
                 if raw:
                     packer.put_raw(at, values, tensor)
                 else:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 NODES = 4
 DAEMONS = ("munged", "slurmctld", "slurmd")
-COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo")
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "setpriv")
 PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
 # AuthInfo: a requeued job waits until the credentials of its first start expire, 2 minutes by default
@@ -104,8 +104,10 @@ class Cluster:
 
     def _daemon(self, *command: str) -> None:
         with open(self.folder / "log" / f"{command[0]}.{len(self.daemons)}.out", "wb") as out:
-            self.daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                                 env=self.environment, start_new_session=True))
+            # setpriv: they end with this process, however it ends
+            self.daemons.append(subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env=self.environment, start_new_session=True))
 
     def call(self, *command: str, check: bool = True, **variables: str) -> str:
         """What a command of SLURM prints."""
@@ -136,8 +138,8 @@ class Cluster:
     def stop(self) -> None:
         """End all jobs and daemons."""
         with suppress(AssertionError, OSError, subprocess.TimeoutExpired):
-            self.call("scancel", "--full", "--user", getpass.getuser(), check=False)
-            wait_until(lambda: not self.call("squeue", "-h", check=False).strip(), 15, self.logs)
+            self.call("scancel", "--user", getpass.getuser(), check=False)
+            wait_until(lambda: not self.call("squeue", "-h", check=False).strip(), 20, self.logs)
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -147,6 +149,18 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.killpg(daemon.pid, signal.SIGKILL)
                 daemon.wait()
+        for process in self.processes():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """What jobs of this cluster left running: known by its configuration in their environment."""
+        mark, found = f"SLURM_CONF={self.folder}/slurm.conf".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                    found.append(int(folder.name))
+        return found
 
 
 def wait_until(true: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:

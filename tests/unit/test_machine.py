@@ -296,6 +296,15 @@ def test_waiting_ranks_yield_when_crowded(given_, cpus, yields):
     assert environment["OMPI_MCA_mpi_yield_when_idle"] == "0", "what the user set stays"
 
 
+@pytest.mark.parametrize("fake, nodes", [
+    (None, [3] * 6), ("", [3] * 6), ("2", [0, 0, 0, 1, 1, 1]), ("0,1,0", [0, 1, 0, 0, 1, 0])])
+def test_nodes_that_exchanges_believe_in(fake, nodes):
+    environment = {} if fake is None else {launch.FAKE_NODES: fake}
+    assert [launch.exchange_node(environment, rank, 6, 3) for rank in range(6)] == nodes
+    with pytest.raises(LaunchError, match="MPILLM_FAKE_NODES=two"):
+        launch.exchange_node({launch.FAKE_NODES: "two"}, 0, 6, 3)
+
+
 @given(st.integers(1, 600), st.integers(1, 64))
 def test_segments_stay_small_and_aligned(ranks, lanes):
     slot = segment.slot_nbytes(ranks, lanes)
