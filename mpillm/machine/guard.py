@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable
 
@@ -23,7 +22,6 @@ from mpillm.machine import signals
 
 OFF = "MPILLM_NO_GUARD"        # set: no guard, for debuggers
 TICK = 0.5                     # seconds between looks
-_HEAD = struct.Struct("<ddd")
 _TEXT, _WHO = slice(64, 2048), slice(2048, 4096)
 _WHY: dict[int, str] = {
     signal.SIGKILL: "by kill -9, or by the kernel because memory ran out",
@@ -37,7 +35,8 @@ class Board:
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, 4096)
-        self._limits = (0.0, 0.0)
+        # Each figure is one store of 8 bytes: the guard must never see half of one, nor a moment without
+        self._figures = memoryview(self._page).cast("d")
 
     def name(self, who: str) -> None:
         """Who this process is, as messages should call it."""
@@ -45,12 +44,12 @@ class Board:
 
     def limit(self, working: float, stopped: float) -> None:
         """Seconds after which a doing that does not change is a hang: of a process that runs, of a stopped one."""
-        self._limits = (working, stopped)
+        self._figures[1], self._figures[2] = working, stopped
 
     def say(self, text: str) -> None:
         """Begin to do something else."""
         self._put(_TEXT, text)
-        _HEAD.pack_into(self._page, 0, time.monotonic(), *self._limits)
+        self._figures[0] = time.monotonic()
 
     def _put(self, place: slice, text: str) -> None:
         data = text.encode()[:place.stop - place.start - 1]
@@ -59,8 +58,7 @@ class Board:
     def read(self) -> tuple[str, str, float, tuple[float, float]]:
         """(who, what, since when on the monotonic clock, limits)."""
         who, text = (self._page[place].split(b"\0")[0].decode("utf-8", "replace") for place in (_WHO, _TEXT))
-        since, working, stopped = _HEAD.unpack_from(self._page, 0)
-        return who, text, since, (working, stopped)
+        return who, text, self._figures[0], (self._figures[1], self._figures[2])
 
 
 _board = Board()               # of this process; its guard holds the same page

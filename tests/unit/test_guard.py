@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from mpillm.machine import guard
+
 PROGRAM = """
 import os, signal, sys, time
 from mpillm.machine import guard, signals
@@ -106,3 +108,21 @@ def test_no_guard_where_it_is_not_wanted(monkeypatch):
     monkeypatch.setenv("MPILLM_NO_GUARD", "1")
     monkeypatch.setenv("PARENT", str(os.getpid()))
     assert end(start("return 4 if os.getppid() == int(os.environ['PARENT']) else 9"))[0] == 4
+
+
+def test_what_is_read_while_it_is_written_is_never_half_of_it():
+    board = guard.Board()
+    board.limit(600, 500)
+    began = time.monotonic()
+    board.say("0")
+    reader = os.fork()
+    if not reader:
+        wrong = 0
+        while board.read()[1] != "end":
+            _, _, since, limits = board.read()
+            wrong += not began <= since <= time.monotonic() or limits != (600, 500)
+        os._exit(min(wrong, 100))
+    for i in range(200000):
+        board.say(str(i))
+    board.say("end")
+    assert os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) == 0
