@@ -19,6 +19,7 @@ from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
+from mpillm.quant import recipe
 
 CHUNK_BYTES = 4 << 20
 LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
@@ -31,13 +32,14 @@ _SUPER_BLOCKS = ("q4_K", "q6_K")
 
 
 def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
-    """The format in memory of tensors that are packed together.
+    """The format in memory of tensors that are packed together; ``asked``: a format or a recipe (quant/recipe.py).
 
     ``auto`` keeps what the file has when a kernel exists for it, and takes bf16 otherwise; tensors that
     differ take bf16 when all are quantised or bf16, else f32, which loses nothing.
     """
-    if asked != "auto":
-        return asked
+    stated = recipe.parse(asked).of(*weights.groups(names[0]))
+    if stated != "auto":
+        return stated
     kept = {_KEPT.get(weights.info(name).dtype, "bf16") for name in names}
     if len(kept) == 1:
         return kept.pop()

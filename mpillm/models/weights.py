@@ -85,6 +85,19 @@ class Weights:
         """Whether the model has, and uses, tensor ``name``."""
         return name in self._stored
 
+    def groups(self, name: str) -> tuple[str, ...]:
+        """The groups of a weight recipe (quant/recipe.py) that tensor ``name`` belongs to, the closest first."""
+        if name == EMBEDDING:        # a tied model multiplies by it in every step: it is a head above all
+            return ("head", "embedding") if self.config.tied else ("embedding",)
+        if name == HEAD:
+            return ("head",)
+        if ".self_attn." in name:
+            return ("attn",)
+        for part, group in ((".shared_expert", "shared"), (".experts.", "experts")):
+            if part in name:
+                return group, "ffn"
+        return ("ffn",)
+
     def info(self, name: str) -> TensorInfo:
         """Shape and stored type of a tensor."""
         return dataclasses.replace(self.checkpoint.tensors[self._find(name)], name=name)
