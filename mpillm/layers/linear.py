@@ -74,13 +74,18 @@ class RowLinear:
 
     def input(self, plan: kernels.Plan) -> np.ndarray:
         """Where its input [T, k_owned] is to be written."""
-        return plan.buffer("row_input", self.k_owned, self.before, self.weight.k)
+        return plan.buffer(self._room, self.k_owned, self.before, self.weight.k)
+
+    @property
+    def _room(self) -> str:
+        """The buffer of the input: shared only where the same columns are owned, for the others must stay zeros."""
+        return f"row_input {self.before} {self.k_owned}"
 
     def record(self, plan: kernels.Plan, residual_TN: np.ndarray, norm: RMSNorm | None,
                normed_TN: np.ndarray) -> None:
         """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
         y_TN = plan.buffer("row_output", self.weight.n)
-        plan.linear(plan.buffer("row_input", self.weight.k), self.weight, None, y_TN)
+        plan.linear(plan.buffer(self._room, self.weight.k), self.weight, None, y_TN)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         memory = self.reducer.exchange_arguments()
         if self.reducer.tp > 1 and memory is not None:
