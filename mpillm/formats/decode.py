@@ -30,7 +30,10 @@ def decode(dtype: str, raw: np.ndarray, block_bytes: int, out: np.ndarray) -> No
     Types other than F32, F16, BF16 and those of one byte are stored in blocks of ``block_bytes``.
     """
     if dtype in _BYTES:
-        np.take(_table(dtype), raw.reshape(-1), out=out.reshape(-1), mode="clip")     # "raise" would copy
+        codes, flat, table = raw.reshape(-1), out.reshape(-1), _table(dtype)
+        for at in range(0, len(flat), SLICE_VALUES):
+            part = slice(at, at + SLICE_VALUES)
+            np.take(table, codes[part], out=flat[part], mode="clip")     # "raise" would copy
         return
     if dtype in _PLAIN:
         stored, flat = raw.reshape(-1).view(_PLAIN[dtype]), out.reshape(-1)

@@ -84,10 +84,15 @@ def apply(values: np.ndarray, rows: np.ndarray, columns: range, block: tuple[int
     """
     height, width = block
     own = rows // height - first[0]
-    for j in range(scales.shape[1]):
-        start = (first[1] + j) * width - columns.start
-        part = values[:, max(start, 0):start + width]
-        part *= scales[own, j, None]
+    if scales.shape[1] == 1:
+        values *= scales[own]
+        return
+    edges = ((first[1] + np.arange(scales.shape[1] + 1)) * width - columns.start).clip(0, len(columns))
+    along = np.repeat(scales, np.diff(edges), axis=1)
+    # Rows of one block stand together, as a rule.
+    breaks = (np.flatnonzero(np.diff(own)) + 1).tolist()
+    for start, stop in zip([0, *breaks], [*breaks, len(own)], strict=True):
+        values[start:stop] *= along[own[start]]
 
 
 def _fp8(where: str, stated: dict[str, Any]) -> Scheme:
