@@ -16,6 +16,8 @@ from mpillm import kernels
 from mpillm.errors import ModelError
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
 from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
+from mpillm.machine import signals
+from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
@@ -26,7 +28,7 @@ LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
 QUANT_BLOCK, PANEL = 32, 16
 
 # Stored types that have kernels of their own
-_KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
+KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
          "Q6_K": "q6_K"}
 _SUPER_BLOCKS = ("q4_K", "q6_K")
 
@@ -40,7 +42,7 @@ def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
     stated = recipe.parse(asked).of(*weights.groups(names[0]))
     if stated != "auto":
         return stated
-    kept = {_KEPT.get(weights.info(name).dtype, "bf16") for name in names}
+    kept = {KEPT.get(weights.info(name).dtype, "bf16") for name in names}
     if len(kept) == 1:
         return kept.pop()
     return "bf16" if kept <= {"bf16", *kernels.QUANTISED} else "f32"
@@ -168,9 +170,11 @@ class Loader:
         for number, piece in enumerate(pieces if k else ()):
             tensor = number if in_turn else 0
             at = 0 if in_turn else at
-            stored_as = _KEPT.get(self.weights.info(piece.name).dtype)
+            stored_as = KEPT.get(self.weights.info(piece.name).dtype)
             raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
+            board().say(f"reading {piece.name}")
             for count, values in _ahead(self._chunks(piece, columns, raw, k_stored)):
+                signals.check("while weights were read")
                 if raw:
                     packer.put_raw(at, values, tensor)
                 else:
