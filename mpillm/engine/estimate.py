@@ -243,10 +243,12 @@ class Latent:
     unsupported: str | None = \
         "DeepSeek models (latent attention, mixture of experts) do not run yet: these are planned figures"
 
-    def __init__(self, figures: DeepSeekFigures, weights: str) -> None:
-        """``weights``: the format in memory."""
-        self.name, self.context, self._figures, self._weights = figures.name, figures.max_positions, figures, weights
-        self.formats: tuple[str, ...] = (weights,)
+    def __init__(self, figures: DeepSeekFigures, asked: str, stored: str = "bf16") -> None:
+        """``asked``: --weights; ``stored``: the format that auto stands for."""
+        self.name, self.context, self._figures = figures.name, figures.max_positions, figures
+        self._weights = deepseek.formats_by_role(figures, asked, stored)
+        whole = deepseek.matrices(figures, self._weights, 1, 0, "redundant")
+        self.formats: tuple[str, ...] = tuple(sorted({m.format for m in whole if m.role != "router"}))
 
     def modes(self) -> list[Mode]:
         return [*(Mode("redundant", mla) for mla in deepseek.MLA_MODES), Mode("allgather", 3), Mode("sharded", 3)]

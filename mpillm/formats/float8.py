@@ -24,6 +24,7 @@ import numpy as np
 from mpillm.errors import ModelError
 
 DTYPE = "F8_E4M3"
+METHODS = ("fp8", "compressed-tensors")      # quant_method of schemes that can be read
 REMEDY = "use the original model, or a GGUF file of it"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from steps import logits_of_splits
 from mpillm.cli.options import parser
 from mpillm.cli.report import announce_rules, rules_table
 from mpillm.config import RunConfig
+from mpillm.engine.subject import open_subject
 from mpillm.errors import UsageError
+from mpillm.models import deepseek_sizes as deepseek
 from mpillm.models import registry
 from mpillm.models.load import memory_format
 from mpillm.models.parse import open_model
@@ -175,3 +179,17 @@ def test_of_a_tied_model_the_head_rule_counts_before_the_embedding_rule(tmp_path
         split = partition(registry.sizes(figures, weights, asked), 1)
         assert [m.rule for m in registry.matched(figures, weights, split, asked) if not m.tensors] == idle
     logits_of_splits(tmp_path / "m", asked, (2,))
+
+
+def test_a_plan_of_experts_has_the_recipe_of_each_role():
+    """Bits for attention, shared and routed experts: shared takes ffn's rule, what no rule names the default."""
+    where = Path(__file__).parents[2] / "examples/models/DeepSeek-V3/config.json"
+    subject, _ = open_subject(str(where), "attn=q8_0,ffn=q4_1,experts=q4_0,default=bf16")
+    figures = deepseek.of_config(str(where), json.loads(where.read_text()), "V3")
+    kinds = deepseek.formats_by_role(figures, "attn=q8_0,ffn=q4_1,experts=q4_0,default=bf16", "bf16")
+    assert kinds == {"latent": "q8_0", "attention": "q8_0", "dense": "q4_1", "expert": "q4_0", "shared": "q4_1",
+                     "embedding": "bf16", "head": "bf16"}
+    assert subject.formats == ("bf16", "q4_0", "q4_1", "q8_0")
+    for matrix in deepseek.matrices(figures, kinds, 8, 3, "allgather"):
+        assert matrix.format == kinds.get(matrix.role, deepseek.ROUTER)
+    assert set(deepseek.formats_by_role(figures, "head=q8_0", "q4_K").values()) == {"q8_0", "q4_K"}
