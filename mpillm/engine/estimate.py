@@ -22,7 +22,7 @@ from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.deepseek_sizes import DeepSeekFigures
 from mpillm.models.llama import room_for
-from mpillm.models.load import LOADING_BYTES, memory_format
+from mpillm.models.load import LOADING_BYTES
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, partition, row_exchange, step_bytes
 
@@ -165,8 +165,8 @@ class Dense:
         self.name, self.context, self._model, self._weights = model.name, model.context, model, weights
         self._sizes = registry.sizes(model, weights, asked)
         self.formats: tuple[str, ...] = tuple(sorted(registry.formats(model, weights, asked)))
-        kinds = [memory_format(weights, registry.layer_matrices(i, "qkv"), asked) for i in range(model.n_layers)]
-        self._kv_column_bytes = sum(2 * Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16) for kind in kinds)
+        kinds = [kind for i in range(model.n_layers) for kind in registry.qkv_formats(weights, i, asked)[1:]]
+        self._kv_column_bytes = sum(Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16) for kind in kinds)
         self._held: dict[tuple[int, ...], int] = {}
 
     def modes(self) -> list[Mode]:

@@ -91,14 +91,15 @@ class Loader:
     def query_rows(self) -> Span:
         return Span(self.share.heads.start * self.config.head_dim, self.share.heads.stop * self.config.head_dim)
 
-    def columns(self, names: Sequence[str], spans: Sequence[Span]) -> ColumnLinear:
-        """One column-parallel product of the ``spans`` of outputs of several tensors, below each other."""
-        return self._columns(names, spans, self._format([name + ".weight" for name in names]))
-
     def columns_apart(self, names: Sequence[str], spans: Sequence[Span]) -> list[ColumnLinear]:
-        """The same as products whose outputs stand beside each other, so that each tensor keeps its format."""
+        """Column-parallel products of the ``spans`` of outputs of several tensors, below each other.
+
+        It is one product, or several where tensors keep formats that differ.
+        """
         runs = apart(self.weights, [name + ".weight" for name in names], self.asked)
-        return [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
+        found = [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
+        assert len({part.weight.k for part in found}) == 1, "products of one input store as many of its values"
+        return found
 
     def pairs(self, names: tuple[str, str], span: Span) -> ColumnLinear:
         """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels."""
@@ -113,7 +114,8 @@ class Loader:
         weight, bias = self._pack(pieces, range(n_in), kind, in_turn), self._biases(names, spans)
         if in_turn and bias is not None:
             bias = np.ascontiguousarray(bias.reshape(len(names), -1, PANEL).swapaxes(0, 1)).reshape(-1)
-        return ColumnLinear(weight, bias, n_full, in_turn)
+        widths = () if in_turn else tuple(span.size for span in spans)
+        return ColumnLinear(weight, bias, n_full, in_turn, widths)
 
     def rows(self, name: str, span: Span) -> RowLinear:
         """A row-parallel product of the inputs ``span``; quantised slices begin and end on block borders."""

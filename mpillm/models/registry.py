@@ -9,7 +9,7 @@ from typing import Any
 from mpillm import kernels
 from mpillm.models import llama
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import QUANT_BLOCK, memory_format, stored_slice
+from mpillm.models.load import QUANT_BLOCK, apart, memory_format, stored_slice
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Sizes, Span
 from mpillm.quant import recipe
@@ -29,9 +29,15 @@ def layer_matrices(layer: int, group: str) -> tuple[str, ...]:
 
 def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
     """The formats that the model's matrices will have in memory."""
-    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES]
+    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES if group != "qkv"]
     groups += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
-    return {memory_format(weights, group, asked) for group in groups}
+    found = {memory_format(weights, group, asked) for group in groups}
+    return found.union(*(qkv_formats(weights, i, asked) for i in range(config.n_layers)))
+
+
+def qkv_formats(weights: Weights, layer: int, asked: str) -> tuple[str, ...]:
+    """The formats of q, k and v of a layer."""
+    return tuple(kind for kind, run in apart(weights, layer_matrices(layer, "qkv"), asked) for _ in run)
 
 
 def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
@@ -42,13 +48,18 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     def mean(found: list[str]) -> float:
         return sum(_BYTES[name] for name in found) / len(found)
 
+    def projections(kinds: Sequence[str]) -> float:
+        rows = config.n_heads, config.n_kv_heads, config.n_kv_heads
+        return sum(_BYTES[kind] * n for kind, n in zip(kinds, rows, strict=True)) / sum(rows)
+
     down = in_memory("down")
     head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
         vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
-        bytes_attn=mean(in_memory("qkv")), bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
+        bytes_attn=sum(projections(qkv_formats(weights, i, asked)) for i in range(config.n_layers)) / config.n_layers,
+        bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
 
 
@@ -63,14 +74,17 @@ def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, as
 def matrices(config: ModelConfig, weights: Weights, share: Share,
              asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
     """Names of the tensors, format and bytes of each packed matrix that a share holds."""
-    def packed(names: Sequence[str], n: int, k: int, before: int = 0) -> tuple[Sequence[str], str, int]:
-        kind = memory_format(weights, names, asked)
+    def packed(names: Sequence[str], n: int, k: int, before: int = 0,
+               kind: str | None = None) -> tuple[Sequence[str], str, int]:
+        kind = memory_format(weights, names, asked) if kind is None else kind
         first, last, phase = stored_slice(kind, Span(before, before + k))
         return names, kind, kernels.packed_nbytes(kind, n, last - first, phase)
 
     q_rows, q_before = share.heads.size * config.head_dim, share.heads.start * config.head_dim
     for i in range(config.n_layers):
-        yield packed(layer_matrices(i, "qkv"), q_rows + 2 * share.kv_columns.size, config.hidden)
+        qkv, outputs = layer_matrices(i, "qkv"), (q_rows, share.kv_columns.size, share.kv_columns.size)
+        for kind, run in apart(weights, qkv, asked):
+            yield packed(qkv[run.start:run.stop], sum(outputs[run.start:run.stop]), config.hidden, kind=kind)
         yield packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
         yield packed(layer_matrices(i, "gate_up"), 2 * share.columns.size, config.hidden)
         yield packed(layer_matrices(i, "down"), config.hidden, share.columns.size, share.columns.start)
