@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpillm.errors import UsageError
+from mpillm.quant import recipe
 
-WEIGHT_FORMATS = ("auto", "f32", "bf16", "f16", "q8_0", "q4_0", "q4_1")
+WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
 LOGITS = ("none", "last", "generated", "all")
@@ -80,7 +81,7 @@ class RunConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        _one_of("weights", self.weights, WEIGHT_FORMATS)
+        object.__setattr__(self, "weights", str(recipe.parse(self.weights)))     # one way to write it
         _one_of("kv-type", self.kv_type, KV_TYPES)
         _one_of("kv-mode", self.kv_mode, KV_MODES)
         _one_of("logits", self.logits, LOGITS)

@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpillm import config
-from mpillm.cli.report import render
+from mpillm.cli.options import weights
+from mpillm.cli.report import announce_rules, render
 from mpillm.errors import OutputError, ResourceError, UsageError
 from mpillm.machine.launch import is_first
 
@@ -63,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="PATH", help="as for run: a Hugging Face folder or GGUF file")
-    model.add_argument("--weights", choices=config.WEIGHT_FORMATS, default="auto", help="as for run (default auto)")
+    model.add_argument("--weights", type=weights, metavar="FORMAT|RECIPE", default="auto",
+                       help="as for run (default auto)")
     model.add_argument("--kv-type", choices=config.KV_TYPES, default="bf16", help="as for run (default bf16)")
     model.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     model.add_argument("--collectives", choices=config.COLLECTIVES, default=config.COLLECTIVES[0], help="as for run")
@@ -240,6 +242,8 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     weights = world.agree_all(lambda: Weights(open_checkpoint(found.path), found.model))
     free = min(world.allgather(world.free_nbytes()))
     split = world.agree(lambda: setup.choose_split(settings, found.model, weights, world.size, free))
+    if world.rank == 0:
+        announce_rules(split.rules)
     ranks, _ = _ranks(world, given, world.size)
     kernels.prepare_threads(world.crowded)
     run.compile_kernels(world, settings, found.model, weights)

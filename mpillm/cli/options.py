@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from mpillm import config
 from mpillm.errors import UsageError
+from mpillm.quant import recipe
 
 EXAMPLES = """\
 examples:
@@ -117,9 +118,10 @@ def _file_options(files: Any) -> None:
 
 def memory_options(memory: Any) -> None:
     """How the model and its cache lie in memory."""
-    memory.add_argument("--weights", choices=config.WEIGHT_FORMATS,
+    memory.add_argument("--weights", type=weights, metavar="|".join(config.WEIGHT_FORMATS) + "|RECIPE",
                         help="format in memory (default auto: what the file has when a kernel exists for it, else "
-                             "bf16)")
+                             "bf16), or one for each group of tensors, such as attn=q8_0,ffn=q4_0,default=bf16; "
+                             "groups: attn, ffn, shared, experts, embedding, head")
     memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
                         help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
@@ -153,6 +155,14 @@ def split_options(split: Any) -> None:
                        help="threads of each rank (default: the cores that it was given)")
     split.add_argument("--no-pin", dest="pin", action="store_false",
                        help="leave ranks unbound where mpirun left them so")
+
+
+def weights(text: str) -> str:
+    """A format or recipe, checked."""
+    try:
+        return str(recipe.parse(text))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--weights ")) from None
 
 
 def _size(text: str) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpillm import config
 from mpillm.cli import options
+from mpillm.cli.report import announce_rules
 from mpillm.errors import InputError, OutputError, ResourceError, UsageError
 from mpillm.machine.launch import is_first
 
@@ -197,6 +198,8 @@ def _work(world: World, given: dict[str, Any], settings: config.RunConfig, job: 
     for line in placement.warnings if world.rank == 0 else ():
         LOG.warning("%s", line)
     LOG.info("%s", choice.line())
+    if world.rank == 0:
+        announce_rules(split.rules)
     LOG.info("text: %d tokens in %d window(s) of %d, stride %d", plan.tokens, plan.windows, plan.window, plan.stride)
     run.compile_kernels(world, settings, job.model, weights)
     model = run.load(world, settings, job, split, replica, weights)

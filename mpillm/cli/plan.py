@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpillm import config
+from mpillm.cli.options import weights
 from mpillm.config import format_size
 from mpillm.errors import OutputError, ResourceError, UsageError
 from mpillm.machine.launch import is_first
@@ -55,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads-per-rank", type=_positive, default=1, metavar="T",
                    help="each has some scratch memory (default 1)")
     p.add_argument("--memory-per-rank", type=_size, metavar="SIZE", help="bytes that a rank has, such as 16GiB")
-    p.add_argument("--weights", choices=config.WEIGHT_FORMATS, default="auto",
-                   help="in memory (default auto: as the model states them)")
+    p.add_argument("--weights", type=weights, metavar="FORMAT|RECIPE", default="auto",
+                   help="in memory (default auto: as the model states them); a recipe as for run")
     p.add_argument("--tie-embeddings", action="store_true", help="as for run")
     p.add_argument("--kv-mode", choices=(*config.KV_MODES, "sharded"), default="redundant",
                    help="as for run; sharded is planned only, it does not run yet")

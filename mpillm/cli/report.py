@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpillm.config import RunConfig, format_size
+from mpillm.quant.recipe import DEFAULT
+
+if TYPE_CHECKING:
+    from mpillm.models.registry import Matched
 
 LOG = logging.getLogger("mpillm.run")
 SHOWN = 64   # rows of a table: more ranks than that are cut in the middle
@@ -47,6 +51,25 @@ def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]]
               row["kv_heads"], row["columns"], row["vocab"], format_size(row["weight_bytes"]),
               f"{row['cache_bytes_per_token']:.0f} B"] for row, place in zip(rows, places, strict=False)]
     return render(title, header, lines, left=("host", "cores"))
+
+
+def rules_table(rules: Sequence[Matched]) -> str:
+    """What each rule of a weight recipe matched, and its bytes on the ranks of one replica."""
+    lines = [[found.rule, found.asked, "+".join(found.formats) or "-", found.tensors, format_size(found.nbytes)]
+             for found in rules]
+    header = ["rule", "asked", "in memory", "tensors", "bytes"]
+    return render("weights by rule, on all ranks of a replica", header, lines,
+                  left=("rule", "asked", "in memory"))
+
+
+def announce_rules(rules: Sequence[Matched]) -> None:
+    """Log the table, and a warning for each rule that matches nothing; nothing without a recipe."""
+    if not rules:
+        return
+    LOG.info("%s", rules_table(rules))
+    for found in rules:
+        if not found.tensors and found.rule != DEFAULT:
+            LOG.warning("--weights: the rule %s=%s matches no tensor of this model", found.rule, found.asked)
 
 
 def place_table(places: Sequence[dict[str, Any]], title: str) -> str:

@@ -23,7 +23,7 @@ from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.deepseek_sizes import DeepSeekFigures
 from mpillm.models.llama import room_for
-from mpillm.models.load import LOADING_BYTES, memory_format
+from mpillm.models.load import LOADING_BYTES
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, partition, row_exchange, step_bytes
 
@@ -166,8 +166,8 @@ class Dense:
         self.name, self.context, self._model, self._weights = model.name, model.context, model, weights
         self._sizes = registry.sizes(model, weights, asked)
         self.formats: tuple[str, ...] = tuple(sorted(registry.formats(model, weights, asked)))
-        kinds = [memory_format(weights, registry.layer_matrices(i, "qkv"), asked) for i in range(model.n_layers)]
-        self._kv_column_bytes = sum(2 * Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16) for kind in kinds)
+        kinds = [kind for i in range(model.n_layers) for kind in registry.qkv_formats(weights, i, asked)[1:]]
+        self._kv_column_bytes = sum(Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16) for kind in kinds)
         self._held: dict[tuple[int, ...], int] = {}
 
     def modes(self) -> list[Mode]:
@@ -245,10 +245,12 @@ class Latent:
     unsupported: str | None = \
         "DeepSeek models (latent attention, mixture of experts) do not run yet: these are planned figures"
 
-    def __init__(self, figures: DeepSeekFigures, weights: str) -> None:
-        """``weights``: the format in memory."""
-        self.name, self.context, self._figures, self._weights = figures.name, figures.max_positions, figures, weights
-        self.formats: tuple[str, ...] = (weights,)
+    def __init__(self, figures: DeepSeekFigures, asked: str, stored: str = "bf16") -> None:
+        """``asked``: --weights; ``stored``: the format that auto stands for."""
+        self.name, self.context, self._figures = figures.name, figures.max_positions, figures
+        self._weights = deepseek.formats_by_role(figures, asked, stored)
+        whole = deepseek.matrices(figures, self._weights, 1, 0, "redundant")
+        self.formats: tuple[str, ...] = tuple(sorted({m.format for m in whole if m.role != "router"}))
 
     def modes(self) -> list[Mode]:
         return [*(Mode("redundant", mla) for mla in deepseek.MLA_MODES), Mode("allgather", 3), Mode("sharded", 3)]

@@ -34,6 +34,7 @@ class Split:
     weight_bytes: tuple[int, ...]    # by rank of a replica
     formats: tuple[str, ...]         # of the weights in memory
     choice: LayoutChoice             # why this layout
+    rules: tuple[registry.Matched, ...] = ()     # of the weight recipe, if there is one
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     if max(needed) + LOADING_BYTES > memory:
         raise ResourceError(f"--tp {choice.layout.tp}: a rank needs {format_size(max(needed))} for weights and has "
                             f"{format_size(memory)}: use more ranks per model or smaller --weights")
-    return Split(choice.layout, split, needed, tuple(sorted(registry.formats(model, weights, run.weights))), choice)
+    return Split(choice.layout, split, needed, tuple(sorted(registry.formats(model, weights, run.weights))), choice,
+                 registry.matched(model, weights, split, run.weights))
 
 
 def held(run: RunConfig, model: ModelConfig, weights: Weights, tp: int) -> tuple[Partition, tuple[int, ...]]:

@@ -25,7 +25,7 @@ def open_subject(path: str | None, weights: str, tie_embeddings: bool = False) -
     if where is not None:
         figures = deepseek.of_config(where, read_json(where), stated_name(where))
         if figures is not None:
-            return Latent(figures, "bf16" if weights == "auto" else weights), "config.json"
+            return Latent(figures, weights), "config.json"
         if not os.path.isdir(path) or not any(name.endswith((".safetensors", ".gguf")) for name in listing(path)):
             return Dense(*stated_model(where, tie_embeddings), weights), "config.json"
     try:
@@ -65,4 +65,4 @@ def _latent_gguf(path: str, weights: str) -> Latent | None:
         figures = deepseek.of_gguf(path, meta, embedding.shape[0], "output.weight" not in checkpoint.tensors,
                                    os.path.basename(path))
         commonest = sizes.most_common(1)[0][0]
-        return Latent(figures, KEPT.get(commonest, "bf16") if weights == "auto" else weights)
+        return Latent(figures, weights, KEPT.get(commonest, "bf16"))

@@ -11,7 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,10 @@ class Checkpoint:
         return (f"{self.file_of(name)}: tensor {name} has type {info.dtype}, which is not supported: "
                 f"{self._remedy()}")
 
+    def beside(self, name: str) -> tuple[str, ...]:
+        """Tensors that are read together with tensor ``name``, such as its scales."""
+        return ()
+
     def fingerprint(self) -> Iterator[bytes]:
         """What tells this model from another one, at the cost of some reads: heads, and a few bytes of each tensor."""
         yield repr(sorted(self.metadata.items())).encode("utf-8", "backslashreplace")
@@ -220,7 +224,7 @@ class Checkpoint:
             return self._read_vector(stored, rows)
         if len(shape) != 2:
             raise stored.source.error(f"tensor {name} has shape {shape}: one or two axes are supported")
-        return self._read_matrix(stored, _indices(name, rows, shape[0]), _span(name, cols, shape[1]))
+        return self._read_matrix(stored, indices(name, rows, shape[0]), _span(name, cols, shape[1]))
 
     def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
         """Blocks of a quantised matrix as stored, uint8 [rows, bytes]: those that cover ``cols``.
@@ -233,7 +237,7 @@ class Checkpoint:
         assert info.block > 1 and len(info.shape) == 2, f"tensor {name} is no matrix of blocks: {info}"
         span, border = _span(name, cols, info.shape[1]), min(info.block, 32)
         assert span.start % border == 0 and span.stop % border == 0, f"tensor {name}: {span} cuts a block of {border}"
-        index = _indices(name, rows, info.shape[0])
+        index = indices(name, rows, info.shape[0])
         blocks = range(span.start // info.block, -(-span.stop // info.block) if span else span.start // info.block)
         raw = np.empty((len(index), stored.block_bytes * len(blocks)), np.uint8)
         order, ordered = _in_file_order(index)
@@ -241,6 +245,12 @@ class Checkpoint:
         if order is not None:
             raw[order] = raw.copy()
         return raw
+
+    def read_flat(self, name: str) -> np.ndarray:
+        """All values of a tensor of any shape, float32 [values]. Raise ModelError as ``read`` does."""
+        stored = self._find(name)
+        line = replace(stored, info=replace(stored.info, shape=(1, math.prod(stored.info.shape))))
+        return self._read_matrix(line, np.zeros(1, np.int64), range(line.info.shape[1]))[0]
 
     def _find(self, name: str) -> Stored:
         stored = self._stored.get(name)
@@ -251,7 +261,7 @@ class Checkpoint:
     def _read_vector(self, stored: Stored, rows: Rows) -> np.ndarray:
         """Elements of a tensor with one axis: the shortest span around them is read."""
         info = stored.info
-        index = _indices(info.name, rows, info.shape[0])
+        index = indices(info.name, rows, info.shape[0])
         if not len(index):
             return np.empty(0, np.float32)
         first = int(index.min())
@@ -319,7 +329,7 @@ def _in_file_order(index: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
     return order, index[order]
 
 
-def _indices(name: str, rows: Rows, n: int) -> np.ndarray:
+def indices(name: str, rows: Rows, n: int) -> np.ndarray:
     """Row indices as int64 [rows], checked against the tensor."""
     if rows is None:
         return np.arange(n, dtype=np.int64)

@@ -16,18 +16,25 @@ import numpy as np
 SLICE_VALUES = 1 << 15       # decoded at a time, so that temporaries stay in the cache
 
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_BYTES = ("F8_E4M3", "F8_E8M0")      # types of one byte, by a table
 
 
 def decodable(dtype: str) -> bool:
     """Whether ``decode`` knows the type."""
-    return dtype in _PLAIN or dtype in _OWN or _gguf_decodes(dtype)
+    return dtype in _PLAIN or dtype in _BYTES or dtype in _OWN or _gguf_decodes(dtype)
 
 
 def decode(dtype: str, raw: np.ndarray, block_bytes: int, out: np.ndarray) -> None:
     """Raw rows uint8 [n, bytes] to ``out`` float32 [n, values]; both C-contiguous, the type ``decodable``.
 
-    Types other than F32, F16 and BF16 are stored in blocks of ``block_bytes``.
+    Types other than F32, F16, BF16 and those of one byte are stored in blocks of ``block_bytes``.
     """
+    if dtype in _BYTES:
+        codes, flat, table = raw.reshape(-1), out.reshape(-1), _table(dtype)
+        for at in range(0, len(flat), SLICE_VALUES):
+            part = slice(at, at + SLICE_VALUES)
+            np.take(table, codes[part], out=flat[part], mode="clip")     # "raise" would copy
+        return
     if dtype in _PLAIN:
         stored, flat = raw.reshape(-1).view(_PLAIN[dtype]), out.reshape(-1)
         for at in range(0, len(flat), SLICE_VALUES):
@@ -45,6 +52,22 @@ def decode(dtype: str, raw: np.ndarray, block_bytes: int, out: np.ndarray) -> No
     with np.errstate(all="ignore"):      # damaged scales give NaN, which whoever loads them names
         for at in range(0, len(blocks), step):
             function(blocks[at:at + step], values[at:at + step])
+
+
+@functools.cache
+def _table(dtype: str) -> np.ndarray:
+    """float32 [256]: the values of a type of one byte (OCP's 8-bit and microscaling formats).
+
+    E4M3 (the finite-only one): sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity, NaN where all but
+    the sign is set. E8M0: a power of two with bias 127, NaN where all is set.
+    """
+    codes = np.arange(256)
+    if dtype == "F8_E8M0":
+        return np.append(np.ldexp(np.float32(1), codes[:255] - 127), np.float32(np.nan))
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.ldexp((mantissa + np.where(exponent, 8, 0)).astype(np.float32), np.maximum(exponent, 1) - 10)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes & 128, -values, values).astype(np.float32)
 
 
 def _half(column: np.ndarray) -> np.ndarray:

@@ -15,8 +15,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from mpillm.errors import ModelError
-from mpillm.formats.checkpoint import Checkpoint, Source, Stored, TensorInfo, listing
+from mpillm.formats import float8
+from mpillm.formats.checkpoint import Checkpoint, Rows, Source, Stored, TensorInfo, indices, listing
 
 MAX_HEADER = 100_000_000     # the format's own limit
 MAX_JSON = 64 << 20          # config.json and its like
@@ -35,7 +38,7 @@ BESIDE = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_te
 
 class SafetensorsFolder(Checkpoint):
     """A folder of safetensors files; ``metadata`` is config.json's content, ``generation`` that of
-    generation_config.json (empty if there is none)."""
+    generation_config.json (empty if there is none). float8 weights are read as values, with their scales."""
 
     kind = "hf"
 
@@ -45,6 +48,7 @@ class SafetensorsFolder(Checkpoint):
         self.metadata = read_json(os.path.join(path, "config.json"))
         generation = os.path.join(path, "generation_config.json")
         self.generation: dict[str, Any] = read_json(generation) if os.path.exists(generation) else {}
+        self._float8 = float8.of_folder(path, self.metadata)
         try:
             self._open_files()
         except BaseException:
@@ -58,6 +62,51 @@ class SafetensorsFolder(Checkpoint):
             if os.path.isfile(path):
                 with open(path, "rb") as file:
                     yield hashlib.sha256(file.read()).digest()
+
+    def unreadable(self, name: str) -> str | None:
+        reason = super().unreadable(name)
+        if reason is not None or self.tensors[name].dtype != float8.DTYPE:
+            return reason
+        where = f"{self.file_of(name)}: tensor {name} has type {float8.DTYPE}"
+        if self._float8 is None:
+            return (f"{where}, but config.json no quantization_config that says how it is scaled: "
+                    f"{self._remedy()}")
+        shape, scales = self.tensors[name].shape, self._float8.name(name)
+        if len(shape) != 2:
+            return f"{where} and shape {shape}: two axes are supported"
+        if scales not in self.tensors:
+            return f"{where}, but tensor {scales} is missing: without it the values are unknown"
+        found, allowed = self.tensors[scales], self._float8.allowed(shape)
+        if found.shape not in allowed:
+            return (f"{self.file_of(scales)}: tensor {scales} has shape {found.shape}, but {name} of shape {shape} "
+                    f"has scales of shape {allowed[0]}")
+        return super().unreadable(scales)
+
+    def beside(self, name: str) -> tuple[str, ...]:
+        if self._float8 is None or self.tensors[name].dtype != float8.DTYPE:
+            return ()
+        return (self._float8.name(name),)
+
+    def read(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
+        values = super().read(name, rows, cols)
+        if self.beside(name) and values.size:
+            self._scale(name, values, rows, cols)
+        return values
+
+    def _scale(self, name: str, values: np.ndarray, rows: Rows, cols: range | None) -> None:
+        """Turn float8 codes into the weight's values, in place; only the scales of their blocks are read."""
+        scheme, shape = self._float8, self.tensors[name].shape
+        assert scheme is not None, "who has scales has a scheme"
+        index, span = indices(name, rows, shape[0]), range(shape[1]) if cols is None else cols
+        height, width = scheme.block(shape)
+        down = range(int(index.min()) // height, int(index.max()) // height + 1)
+        right = range(span.start // width, (span.stop - 1) // width + 1)
+        at = scheme.name(name)
+        if len(self.tensors[at].shape) == 2:
+            scales = super().read(at, down, right)
+        else:
+            scales = self.read_flat(at)[down.start:down.stop, None]
+        float8.apply(values, index, span, (height, width), scales, (down.start, right.start))
 
     def _open_files(self) -> None:
         names, index = weight_files(self.path)

@@ -30,25 +30,28 @@ class Attention:
 
     heads: Heads
     kv_columns: int         # columns of K (and of V) that are computed here
-    qkv: ColumnLinear
+    qkv: list[ColumnLinear]     # one product, or runs of q, k and v that have other formats
     output: RowLinear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     gather: KVGather | None
     window: int             # 0: every position before
 
+    def input(self, plan: kernels.Plan, hidden: int) -> np.ndarray:
+        """Where its input [T, hidden] is to be written."""
+        return self.qkv[0].input(plan, hidden)
+
     def record(self, plan: kernels.Plan, cache: LayerCache, residual: np.ndarray, norm: RMSNorm | None,
                normed: np.ndarray) -> None:
-        """Take what ``qkv.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
+        """Take what ``input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
         h, q_width = self.heads, self.heads.n_heads * self.heads.head_dim
         query, key = (None if norm_ is None else norm_.weight for norm_ in (self.query_norm, self.key_norm))
         norms = kernels.HeadNorms(query, key, 0.0 if self.query_norm is None else self.query_norm.eps)
-        if self.gather is None and h.head_dim % 16 == 0:
+        if self.gather is None and h.head_dim % 16 == 0 and len(self.qkv) == 1:
             q_THD = plan.buffer("queries", q_width)
-            self.qkv.record_heads(plan, q_THD, h, norms, cache)
+            self.qkv[0].record_heads(plan, q_THD, h, norms, cache)
         else:
-            qkv, kv = self.qkv.record(plan, "qkv"), q_width + self.kv_columns
-            q_THD, k_TJD, v_TJD = qkv[:, :q_width], qkv[:, q_width:kv], qkv[:, kv:]
+            q_THD, k_TJD, v_TJD = (y for i, part in enumerate(self.qkv) for y in part.record_each(plan, f"qkv {i}"))
             if self.gather is not None:
                 k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
             # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
@@ -64,6 +67,8 @@ class Attention:
         needed = self.heads.n_kv_heads * self.heads.head_dim
         whole_k, whole_v = plan.buffer("whole_k", needed), plan.buffer("whole_v", needed)
         memory = gather.exchange_arguments()
+        if memory is not None and k.strides != v.strides:       # of products that stand apart
+            k, v = self._beside(plan, k, v)
         if memory is not None:
             plan.gather_columns(memory, k, v, whole_k, whole_v)
             return whole_k, whole_v
@@ -74,3 +79,13 @@ class Attention:
 
         plan.call("exchange", exchange)
         return whole_k, whole_v
+
+    def _beside(self, plan: kernels.Plan, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of k and v in one buffer."""
+        own, n = plan.buffer("own_kv", 2 * self.kv_columns), self.kv_columns
+
+        def copy(rows: int) -> None:
+            own[:rows, :n], own[:rows, n:] = k[:rows], v[:rows]
+
+        plan.call("exchange", copy)
+        return own[:, :n], own[:, n:]

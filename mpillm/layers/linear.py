@@ -35,6 +35,7 @@ class ColumnLinear:
     bias: np.ndarray | None
     n_full: int
     in_turn: bool = False     # two halves, a panel of each in turn
+    widths: tuple[int, ...] = ()      # outputs of each tensor in it, if they stand below each other
 
     def input(self, plan: kernels.Plan, k: int) -> np.ndarray:
         """Where its input [T, k] is to be written: zeros fill it up to the stored blocks."""
@@ -45,6 +46,11 @@ class ColumnLinear:
         y_TN = plan.buffer(name, self.weight.n)
         plan.linear(plan.buffer("column_input", self.weight.k), self.weight, self.bias, y_TN)
         return y_TN
+
+    def record_each(self, plan: kernels.Plan, name: str) -> list[np.ndarray]:
+        """The same; the results of its tensors, each [T, width]."""
+        y_TN, starts = self.record(plan, name), np.cumsum((0, *self.widths)).tolist()
+        return [y_TN[:, start:start + width] for start, width in zip(starts, self.widths, strict=False)]
 
     def record_gated(self, plan: kernels.Plan, out: np.ndarray) -> None:
         """Record ``silu(first half) * second half`` of the product, in one pass; the halves stand in turn."""
@@ -74,13 +80,18 @@ class RowLinear:
 
     def input(self, plan: kernels.Plan) -> np.ndarray:
         """Where its input [T, k_owned] is to be written."""
-        return plan.buffer("row_input", self.k_owned, self.before, self.weight.k)
+        return plan.buffer(self._room, self.k_owned, self.before, self.weight.k)
+
+    @property
+    def _room(self) -> str:
+        """The buffer of the input: shared only where the same columns are owned, for the others must stay zeros."""
+        return f"row_input {self.before} {self.k_owned}"
 
     def record(self, plan: kernels.Plan, residual_TN: np.ndarray, norm: RMSNorm | None,
                normed_TN: np.ndarray) -> None:
         """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
         y_TN = plan.buffer("row_output", self.weight.n)
-        plan.linear(plan.buffer("row_input", self.weight.k), self.weight, None, y_TN)
+        plan.linear(plan.buffer(self._room, self.weight.k), self.weight, None, y_TN)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         memory = self.reducer.exchange_arguments()
         if self.reducer.tp > 1 and memory is not None:

@@ -25,6 +25,7 @@ from mpillm import kernels
 from mpillm.errors import UsageError
 from mpillm.models.fields import MAX_LAYERS, Fields
 from mpillm.partition import Span
+from mpillm.quant import recipe
 
 MLA_MODES = (0, 1, 2, 3)
 ARCHITECTURES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}
@@ -190,13 +191,32 @@ def heads_of(f: DeepSeekFigures, tp: int, rank: int) -> Span:
     return part(f.n_heads, tp, rank)
 
 
-def matrices(f: DeepSeekFigures, weights: str, tp: int, rank: int, kv_mode: str) -> Iterator[Matrix]:
+# Which rules of a weight recipe count for a role, the closest first
+GROUPS = {"latent": ("attn",), "attention": ("attn",), "dense": ("ffn",), "expert": ("experts", "ffn"),
+          "shared": ("shared", "ffn"), "embedding": ("embedding",), "head": ("head",)}
+
+
+def formats_by_role(f: DeepSeekFigures, asked: str, stored: str) -> dict[str, str]:
+    """The format of each role's matrices by ``asked``, a format or a recipe; ``stored``: what auto stands for."""
+    stated, groups = recipe.parse(asked), dict(GROUPS)
+    if f.tied:
+        groups["head"] = ("head", "embedding")
+    found = {role: stated.of(*names) for role, names in groups.items()}
+    return {role: stored if kind == "auto" else kind for role, kind in found.items()}
+
+
+def matrices(f: DeepSeekFigures, weights: str | Mapping[str, str], tp: int, rank: int,
+             kv_mode: str) -> Iterator[Matrix]:
     """What ``rank`` of ``tp`` holds. Feed-forward columns of every expert are split, so that the load is even.
 
-    ``kv_mode``: redundant holds the projections to the latents on every rank; else their outputs are split.
+    ``weights``: the format of all, or of each role. ``kv_mode``: redundant holds the projections to the latents on
+    every rank; else their outputs are split.
     """
-    def columns(total: int) -> int:
-        unit = 32 if weights in kernels.QUANTISED else 16
+    def kind(role: str) -> str:
+        return weights if isinstance(weights, str) else weights[role]
+
+    def columns(role: str, total: int) -> int:
+        unit = 32 if kind(role) in kernels.QUANTISED else 16
         span = part(-(-total // unit), tp, rank).times(unit)
         return max(0, min(span.stop, total) - span.start)
 
@@ -205,18 +225,18 @@ def matrices(f: DeepSeekFigures, weights: str, tp: int, rank: int, kv_mode: str)
 
     def gated(role: str, total: int, count: int) -> Iterator[Matrix]:
         if total and count:
-            own = columns(total)
-            yield Matrix(role, 2 * own, f.hidden, count, weights)
-            yield Matrix(role, f.hidden, own, count, weights)
+            own = columns(role, total)
+            yield Matrix(role, 2 * own, f.hidden, count, kind(role))
+            yield Matrix(role, f.hidden, own, count, kind(role))
 
     heads, layers = heads_of(f, tp, rank).size, f.n_layers
     queries = heads * (f.nope_dim + f.rope_dim)
-    yield Matrix("latent", outputs(f.row), f.hidden, layers, weights)
+    yield Matrix("latent", outputs(f.row), f.hidden, layers, kind("latent"))
     if f.q_rank is not None:
-        yield Matrix("latent", outputs(f.q_rank), f.hidden, layers, weights)
-    yield Matrix("attention", queries, f.hidden if f.q_rank is None else f.q_rank, layers, weights)
-    yield Matrix("attention", heads * (f.nope_dim + f.value_dim), f.kv_rank, layers, weights)
-    yield Matrix("attention", f.hidden, heads * f.value_dim, layers, weights)
+        yield Matrix("latent", outputs(f.q_rank), f.hidden, layers, kind("latent"))
+    yield Matrix("attention", queries, f.hidden if f.q_rank is None else f.q_rank, layers, kind("attention"))
+    yield Matrix("attention", heads * (f.nope_dim + f.value_dim), f.kv_rank, layers, kind("attention"))
+    yield Matrix("attention", f.hidden, heads * f.value_dim, layers, kind("attention"))
     yield from gated("dense", f.intermediate, f.dense_layers)
     if f.n_experts:
         yield Matrix("router", f.n_experts, f.hidden, f.expert_layers, ROUTER)
@@ -224,9 +244,8 @@ def matrices(f: DeepSeekFigures, weights: str, tp: int, rank: int, kv_mode: str)
         yield from gated("shared", f.expert_intermediate * f.n_shared, f.expert_layers)
     panels = part(-(-f.vocab // PANEL), tp, rank).times(PANEL)
     own = max(0, min(panels.stop, f.vocab) - panels.start)
-    yield Matrix("head" if f.tied else "embedding", own, f.hidden, 1, weights)
-    if not f.tied:
-        yield Matrix("head", own, f.hidden, 1, weights)
+    for role in ("head",) if f.tied else ("embedding", "head"):
+        yield Matrix(role, own, f.hidden, 1, kind(role))
 
 
 def vector_bytes(f: DeepSeekFigures) -> int:

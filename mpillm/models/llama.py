@@ -80,7 +80,7 @@ class Llama:
         plan, hidden = kernels.Plan(capacity, self.fast), self.embedding.hidden
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
-        plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.qkv.input(plan, hidden))
+        plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
         for i, (block, layer_cache) in enumerate(zip(self.blocks, cache, strict=True)):
             block.attention.record(plan, layer_cache, x, block.mlp_norm, block.mlp.gate_up.input(plan, hidden))
             last = i + 1 == len(self.blocks)
@@ -88,7 +88,7 @@ class Llama:
             if following is None:
                 block.mlp.record(plan, x, None, plan.buffer("unused", hidden))
             else:
-                block.mlp.record(plan, x, following.attention_norm, following.attention.qkv.input(plan, hidden))
+                block.mlp.record(plan, x, following.attention_norm, following.attention.input(plan, hidden))
         plan.norm(x, self.norm.weight, self.norm.eps, self.head.input(plan, hidden), chosen=True)
         return _Step(plan, cache, x, self.head.record(plan))
 
@@ -141,7 +141,7 @@ def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | N
     def head_norm(which: str) -> RMSNorm | None:
         return norm(which) if config.qk_norm else None
 
-    qkv = load.columns([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
+    qkv = load.columns_apart([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
     attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
                           head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
     gate, up = (prefix + name for name in MATRICES["gate_up"])

@@ -21,6 +21,7 @@ from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
+from mpillm.quant import recipe
 
 CHUNK_BYTES = 4 << 20
 LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
@@ -33,13 +34,14 @@ _SUPER_BLOCKS = ("q4_K", "q6_K")
 
 
 def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
-    """The format in memory of tensors that are packed together.
+    """The format in memory of tensors that are packed together; ``asked``: a format or a recipe (quant/recipe.py).
 
     ``auto`` keeps what the file has when a kernel exists for it, and takes bf16 otherwise; tensors that
     differ take bf16 when all are quantised or bf16, else f32, which loses nothing.
     """
-    if asked != "auto":
-        return asked
+    stated = recipe.parse(asked).of(*weights.groups(names[0]))
+    if stated != "auto":
+        return stated
     kept = {KEPT.get(weights.info(name).dtype, "bf16") for name in names}
     if len(kept) == 1:
         return kept.pop()
@@ -89,14 +91,15 @@ class Loader:
     def query_rows(self) -> Span:
         return Span(self.share.heads.start * self.config.head_dim, self.share.heads.stop * self.config.head_dim)
 
-    def columns(self, names: Sequence[str], spans: Sequence[Span]) -> ColumnLinear:
-        """One column-parallel product of the ``spans`` of outputs of several tensors, below each other."""
-        return self._columns(names, spans, self._format([name + ".weight" for name in names]))
-
     def columns_apart(self, names: Sequence[str], spans: Sequence[Span]) -> list[ColumnLinear]:
-        """The same as products whose outputs stand beside each other, so that each tensor keeps its format."""
+        """Column-parallel products of the ``spans`` of outputs of several tensors, below each other.
+
+        It is one product, or several where tensors keep formats that differ.
+        """
         runs = apart(self.weights, [name + ".weight" for name in names], self.asked)
-        return [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
+        found = [self._columns(names[run.start:run.stop], spans[run.start:run.stop], kind) for kind, run in runs]
+        assert len({part.weight.k for part in found}) == 1, "products of one input store as many of its values"
+        return found
 
     def pairs(self, names: tuple[str, str], span: Span) -> ColumnLinear:
         """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels."""
@@ -111,7 +114,8 @@ class Loader:
         weight, bias = self._pack(pieces, range(n_in), kind, in_turn), self._biases(names, spans)
         if in_turn and bias is not None:
             bias = np.ascontiguousarray(bias.reshape(len(names), -1, PANEL).swapaxes(0, 1)).reshape(-1)
-        return ColumnLinear(weight, bias, n_full, in_turn)
+        widths = () if in_turn else tuple(span.size for span in spans)
+        return ColumnLinear(weight, bias, n_full, in_turn, widths)
 
     def rows(self, name: str, span: Span) -> RowLinear:
         """A row-parallel product of the inputs ``span``; quantised slices begin and end on block borders."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpillm.formats import float8
 from mpillm.models.config import ModelConfig, RopeScaling
 from mpillm.models.fields import MAX_LAYERS, Fields, checked_rope, head_figures, known_ids, shown
 
@@ -75,11 +76,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     act = fields.text("hidden_act")
     if act not in (None, "silu", "swish"):
         raise fields.error(f"hidden_act {shown(act)} is not supported: it must be 'silu'")
-    quantised = fields.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise fields.error(f"weights quantised by {shown(method)} are not supported: use the original model, "
-                           "or a GGUF file of it")
+    float8.scheme(fields.where, fields.values)
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise fields.error(f"partial_rotary_factor {fields.get('partial_rotary_factor')} is not supported")
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpillm import kernels
 from mpillm.models import llama
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import QUANT_BLOCK, memory_format, stored_slice
+from mpillm.models.load import QUANT_BLOCK, apart, memory_format, stored_slice
 from mpillm.models.weights import Weights
-from mpillm.partition import Partition, Sizes, Span
+from mpillm.partition import Partition, Share, Sizes, Span
+from mpillm.quant import recipe
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     "llama": llama.build, "mistral": llama.build, "qwen2": llama.build, "qwen3": llama.build,
@@ -27,9 +29,15 @@ def layer_matrices(layer: int, group: str) -> tuple[str, ...]:
 
 def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
     """The formats that the model's matrices will have in memory."""
-    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES]
+    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES if group != "qkv"]
     groups += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
-    return {memory_format(weights, group, asked) for group in groups}
+    found = {memory_format(weights, group, asked) for group in groups}
+    return found.union(*(qkv_formats(weights, i, asked) for i in range(config.n_layers)))
+
+
+def qkv_formats(weights: Weights, layer: int, asked: str) -> tuple[str, ...]:
+    """The formats of q, k and v of a layer."""
+    return tuple(kind for kind, run in apart(weights, layer_matrices(layer, "qkv"), asked) for _ in run)
 
 
 def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
@@ -40,35 +48,78 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     def mean(found: list[str]) -> float:
         return sum(_BYTES[name] for name in found) / len(found)
 
+    def projections(kinds: Sequence[str]) -> float:
+        rows = config.n_heads, config.n_kv_heads, config.n_kv_heads
+        return sum(_BYTES[kind] * n for kind, n in zip(kinds, rows, strict=True)) / sum(rows)
+
     down = in_memory("down")
     head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
         vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
-        bytes_attn=mean(in_memory("qkv")), bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
+        bytes_attn=sum(projections(qkv_formats(weights, i, asked)) for i in range(config.n_layers)) / config.n_layers,
+        bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
 
 
 def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, asked: str, rank: int) -> int:
     """Bytes of packed weights and vectors that ``rank`` holds: what the loader will allocate, without reading."""
-    share, total = partition.shares[rank], 0
+    share = partition.shares[rank]
+    outputs = share.heads.size * config.head_dim + 2 * share.kv_columns.size
+    vectors = config.n_layers * _vector_values(config, outputs, share.columns.size) + config.hidden
+    return 4 * vectors + sum(nbytes for *_, nbytes in matrices(config, weights, share, asked))
 
-    def packed(names: Sequence[str], n: int, k: int, before: int = 0) -> int:
-        kind = memory_format(weights, names, asked)
+
+def matrices(config: ModelConfig, weights: Weights, share: Share,
+             asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
+    """Names of the tensors, format and bytes of each packed matrix that a share holds."""
+    def packed(names: Sequence[str], n: int, k: int, before: int = 0,
+               kind: str | None = None) -> tuple[Sequence[str], str, int]:
+        kind = memory_format(weights, names, asked) if kind is None else kind
         first, last, phase = stored_slice(kind, Span(before, before + k))
-        return kernels.packed_nbytes(kind, n, last - first, phase)
+        return names, kind, kernels.packed_nbytes(kind, n, last - first, phase)
 
     q_rows, q_before = share.heads.size * config.head_dim, share.heads.start * config.head_dim
     for i in range(config.n_layers):
-        total += packed(layer_matrices(i, "qkv"), q_rows + 2 * share.kv_columns.size, config.hidden)
-        total += packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
-        total += packed(layer_matrices(i, "gate_up"), 2 * share.columns.size, config.hidden)
-        total += packed(layer_matrices(i, "down"), config.hidden, share.columns.size, share.columns.start)
-        total += 4 * _vector_values(config, q_rows + 2 * share.kv_columns.size, share.columns.size)
+        qkv, outputs = layer_matrices(i, "qkv"), (q_rows, share.kv_columns.size, share.kv_columns.size)
+        for kind, run in apart(weights, qkv, asked):
+            yield packed(qkv[run.start:run.stop], sum(outputs[run.start:run.stop]), config.hidden, kind=kind)
+        yield packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
+        yield packed(layer_matrices(i, "gate_up"), 2 * share.columns.size, config.hidden)
+        yield packed(layer_matrices(i, "down"), config.hidden, share.columns.size, share.columns.start)
     for name in ["model.embed_tokens.weight"] + ([] if config.tied else ["lm_head.weight"]):
-        total += packed([name], share.vocab.size, config.hidden)
-    return total + 4 * config.hidden
+        yield packed([name], share.vocab.size, config.hidden)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What one rule of a weight recipe is for: formats in memory, tensors, and bytes on all of a replica's ranks."""
+
+    rule: str
+    asked: str
+    formats: tuple[str, ...]
+    tensors: int
+    nbytes: int
+
+
+def matched(config: ModelConfig, weights: Weights, partition: Partition, asked: str) -> tuple[Matched, ...]:
+    """What each rule of a recipe matches, the default last; empty where ``asked`` is a plain format."""
+    stated = recipe.parse(asked)
+    if not stated.rules:
+        return ()
+    kinds: dict[str, set[str]] = {rule: set() for rule, _ in [*stated.rules, (recipe.DEFAULT, "")]}
+    tensors: dict[str, set[str]] = {rule: set() for rule in kinds}
+    nbytes = dict.fromkeys(kinds, 0)
+    for share in partition.shares:
+        for names, kind, size in matrices(config, weights, share, asked):
+            rule = stated.rule(*weights.groups(names[0]))
+            kinds[rule].add(kind)
+            tensors[rule].update(names)
+            nbytes[rule] += size
+    named = {**dict(stated.rules), recipe.DEFAULT: stated.default}
+    return tuple(Matched(rule, named[rule], tuple(sorted(kinds[rule])), len(tensors[rule]), nbytes[rule])
+                 for rule in kinds)
 
 
 def _vector_values(config: ModelConfig, qkv_rows: int, columns: int) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpillm.formats import float8
 from mpillm.formats.checkpoint import Checkpoint, TensorInfo
 from mpillm.formats.safetensors import read_json
 from mpillm.models.config import ModelConfig
@@ -37,8 +38,8 @@ def config_file(path: str) -> str | None:
 def stated_dtype(values: Mapping[str, Any]) -> str:
     """The type of the tensors by a config.json, as safetensors name it: BF16 where it says nothing."""
     quantised = values.get("quantization_config")
-    if isinstance(quantised, dict) and quantised.get("quant_method") == "fp8":
-        return "F8_E4M3"
+    if isinstance(quantised, dict) and quantised.get("quant_method") in float8.METHODS:
+        return float8.DTYPE
     named = values.get("dtype", values.get("torch_dtype"))
     return _DTYPES.get(str(named).removeprefix("torch."), "BF16")
 

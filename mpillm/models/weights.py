@@ -24,7 +24,7 @@ GGUF_TOP = {EMBEDDING: "token_embd.weight", NORM: "output_norm.weight", HEAD: "o
 
 # Tensors that may be there beside a model's own and change nothing that is computed.
 _HARMLESS = ("rope_freqs.weight", ".attn_rot_embd", "rotary_emb.inv_freq", "rotary_emb.cos_cached",
-             "rotary_emb.sin_cached", "masked_bias")
+             "rotary_emb.sin_cached", "masked_bias", ".input_scale", ".k_scale", ".v_scale")
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -85,6 +85,19 @@ class Weights:
         """Whether the model has, and uses, tensor ``name``."""
         return name in self._stored
 
+    def groups(self, name: str) -> tuple[str, ...]:
+        """The groups of a weight recipe (quant/recipe.py) that tensor ``name`` belongs to, the closest first."""
+        if name == EMBEDDING:        # a tied model multiplies by it in every step: it is a head above all
+            return ("head", "embedding") if self.config.tied else ("embedding",)
+        if name == HEAD:
+            return ("head",)
+        if ".self_attn." in name:
+            return ("attn",)
+        for part, group in ((".shared_expert", "shared"), (".experts.", "experts")):
+            if part in name:
+                return group, "ffn"
+        return ("ffn",)
+
     def info(self, name: str) -> TensorInfo:
         """Shape and stored type of a tensor."""
         return dataclasses.replace(self.checkpoint.tensors[self._find(name)], name=name)
@@ -130,6 +143,7 @@ class Weights:
 
     def _check_rest(self) -> None:
         used = set(self._stored.values()) | {gguf_name(HEAD), HEAD}
+        used |= {other for name in used & set(self.checkpoint.tensors) for other in self.checkpoint.beside(name)}
         rest = sorted(name for name in self.checkpoint.tensors
                       if name not in used and not name.endswith(_HARMLESS))
         if not rest:

@@ -66,6 +66,20 @@ def test_quantised_formats_round_inputs_to_eight_bits_and_nothing_else(case, kin
     assert np.median(rows) < 1e-5 and max(rows) < 0.05, sorted(rows)
 
 
+def test_keys_and_values_of_other_types_are_exchanged_as_any(tmp_path):
+    """v as Q6_K beside q and k as Q4_K, as files of type Q4_K_M have it: two products, whose results are swapped."""
+    path = tmp_path / "model.gguf"
+    tensors = write_gguf(BLOCKS.config, read_safetensors(write_folder(BLOCKS, tmp_path / "folder")), path, "Q4_K",
+                         others={"v_proj": "Q6_K"})
+    wanted = [Recorded(prompt, *NaiveLlama(BLOCKS.config, tensors).greedy(prompt, 3))
+              for prompt in list(prompts(BLOCKS))[:2]]
+    found = [run_case(tmp_path, path, wanted, 3, mode, weights="auto") for mode in ("redundant", "allgather")]
+    same_bits(*found, ["p0", "p1"])
+    for i, prompt in enumerate(wanted):
+        logits = found[0].logits(f"p{i}")[:len(prompt.prompt)]
+        assert relative_error(logits, prompt.logits[:len(prompt.prompt)]) < 0.05
+
+
 def test_the_recipe_is_not_flat():
     """A model whose layers add nothing would pass any comparison: each of them has to matter."""
     case, prompt = BY_NAME["tiny"], load_recorded("tiny")[2].prompt

@@ -67,11 +67,12 @@ def stored(name: str, x: np.ndarray, kind: gguf.GGMLQuantizationType) -> tuple[n
 def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Path, kind: str = "F32", *,
                architecture: str | None = None, tokenizer: dict[str, Any] | None = None,
                extra: dict[str, np.ndarray] | None = None, skip: tuple[str, ...] = (),
-               **writer: Any) -> dict[str, np.ndarray]:
+               others: dict[str, str] | None = None, **writer: Any) -> dict[str, np.ndarray]:
     """Write a GGUF file (or a set, with ``split_max_tensors``); the tensors as they read back, by HF name.
 
     ``tokenizer`` maps GGUF keys to strings, lists of strings or of ints; None writes none of them. ``extra`` tensors
-    are stored as they are, ``skip`` names HF tensors to leave out. ``writer`` goes to GGUFWriter.
+    are stored as they are, ``skip`` names HF tensors to leave out. ``others``: kinds by a part of
+    the HF name. ``writer`` goes to GGUFWriter.
     """
     f, arch = figures(config), architecture or config["model_type"]
     arch = "llama" if arch == "mistral" else arch
@@ -96,7 +97,8 @@ def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Pat
             continue
         turned = arch == "llama" and (".q_proj." in name or ".k_proj." in name)
         heads = f["heads"] if ".q_proj." in name else f["kv_heads"]
-        data, used = stored(name, interleave(x, heads) if turned else x, gguf.GGMLQuantizationType[kind])
+        own = next((other for part, other in (others or {}).items() if part in name), kind)
+        data, used = stored(name, interleave(x, heads) if turned else x, gguf.GGMLQuantizationType[own])
         back = gguf.quants.dequantize(data, used).reshape(x.shape).astype(np.float32)
         seen[name] = deinterleave(back, heads) if turned else back
         out.add_tensor(gguf_name(name), data, raw_dtype=used)

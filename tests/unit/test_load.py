@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from made_models import finish, gguf_tensors, gguf_writer, random_tensors, tiny, write_folder, write_gguf
+from steps import logits_of_splits
 
 from mpillm import kernels
 from mpillm.errors import ModelError
@@ -110,7 +111,7 @@ def test_blocks_are_loaded_as_they_are_stored(tmp_path, kind):
 
 
 def test_tensors_of_one_product_that_differ(tmp_path):
-    """Files of type Q4_K_M hold v as Q6_K: one matrix of bf16, or runs that keep their formats."""
+    """Files of type Q4_K_M hold v as Q6_K: runs that keep their formats, and the bytes that were planned."""
     figures, weights = opened(write_blocks(tmp_path / "m.gguf", {"attn_v": "Q6_K", "": "Q4_K"}))
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     assert memory_format(weights, names, "auto") == "bf16" and memory_format(weights, names[:2], "auto") == "q4_K"
@@ -126,6 +127,22 @@ def test_tensors_of_one_product_that_differ(tmp_path):
     whole = np.concatenate([weights.read(name, span.range()) for name, span in zip(names, spans, strict=True)])
     found = np.concatenate([kernels.lookup(part.weight, np.arange(part.weight.n)) for part in parts])
     assert np.array_equal(found, whole)
+
+
+def test_a_model_of_mixed_products_computes_what_its_values_give(tmp_path):
+    path = write_blocks(tmp_path / "m.gguf", {"attn_v": "Q6_K", "": "Q4_K"})
+    figures, weights = opened(path)
+    assert registry.formats(figures, weights, "auto") == {"q4_K", "q6_K"}
+    kinds = registry.qkv_formats(weights, 1, "auto")
+    assert kinds == ("q4_K", "q4_K", "q6_K") and registry.qkv_formats(weights, 1, "bf16") == ("bf16",) * 3
+    by_rows = (2 * 148 + 210 + 148) / 256 / 4       # 8 heads of q, 4 of k and of v
+    assert registry.sizes(figures, weights, "auto").bytes_attn == pytest.approx(by_rows, rel=1e-12)
+
+    config = tiny(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    write_folder(tmp_path / "twin", config, {name: weights.read(name) for name in random_tensors(config)})
+    wanted = logits_of_splits(tmp_path / "twin", "f32", (1,))[1]
+    for tp, found in logits_of_splits(path, "auto", (1, 3, 4)).items():
+        assert np.std(found - wanted) < 0.05 * np.std(wanted), tp
 
 
 def test_a_block_whose_scale_is_not_finite_is_named(tmp_path):
