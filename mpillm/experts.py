@@ -87,7 +87,7 @@ def _product(plan: Plan, operation: Callable[[str], Any], x: np.ndarray, gathere
         plan.tape.add("experts", _moe.take_operation(kind), ROWS, experts.chosen, w.k, x, gathered, sources, starts,
                       count, *given)
     x_stride = {"tiles": -(-w.k // 32) * 32, "pairs": -(-w.k // 2) * 2}.get(kind, w.k)
-    values, scales, sums = given if kind == "codes" else (given[0], _NOTHING, np.zeros(0, np.int32))
+    values, scales, sums = (*given, _NOTHING, np.zeros(0, np.int32)) if len(given) == 1 else given
     w_scales = _NOTHING if w.scales is None else w.scales
     room, each = plan.thread_room(ROOM_WIDTH)
     plan.tape.add("experts", operation(w.format), values, scales, sums, x_stride, starts, count, w.k, w.data, w_scales,

@@ -28,8 +28,10 @@ FEW = 16      # rows of an expert up to which reading its weights takes longer t
 
 @policy.helper
 def _route_part(part, parts, rows, logits, experts, count, normed, chosen, weights):
-    """The ``count`` largest of each row's logits, of equal ones the lower expert: ``chosen`` ascending, and ``weights``:
-    softmax over these if ``normed``, else over all."""
+    """The ``count`` largest of each row's logits, of equal ones the lower expert: ``chosen`` ascending.
+
+    ``weights``: softmax over these if ``normed``, else over all.
+    """
     for m in range(part * rows // parts, (part + 1) * rows // parts):
         row, own = m * experts, m * count
         # Keep the best so far in descending order

@@ -40,7 +40,8 @@ def packed(kind, matrix, interleaved=1):
     """[E, out, in], or a list of two to stand in turn, as one matrix; outputs filled up to whole panels."""
     parts = matrix if interleaved == 2 else [matrix]
     count, rows, k = parts[0].shape
-    filled = [np.pad(part, ((0, 0), (0, -rows % PANEL), (0, 0))).reshape(-1, k) for part in parts]
+    filled = [np.pad(part, ((0, 0), (0, -rows % PANEL), (0, 0))).reshape(count * -(-rows // PANEL) * PANEL, k)
+              for part in parts]
     packer = kernels.Packer(kind, sum(map(len, filled)), k, interleaved=interleaved)
     for tensor, part in enumerate(filled):
         packer.put(0, part, tensor)
