@@ -33,7 +33,6 @@ def expected(case: Case, tensors: dict[str, np.ndarray], salt: int = 0) -> list[
     ("ratio1", "F32", 2),      # no output.weight: tied
     ("ratio7", "F32", 5),      # qwen2: nothing permuted
     ("norms", "BF16", 3),      # qwen3
-    ("experts", "F32", 4),     # a layer's experts in one tensor, rows of q and k permuted
 ])
 def test_the_file_is_the_same_model_as_the_folder(name, kind, ranks, tmp_path):
     case, path = BY_NAME[name], tmp_path / "model.gguf"

@@ -25,7 +25,7 @@ CHOSEN = {
     "biases": {3: BOTH, 13: GIVEN}, "biases13": {5: OWN}, "linear": {1: OWN}, "dynamic": {2: OWN}, "dynamic5": {1: OWN},
     "yarn": {2: OWN}, "yarn5": {1: OWN}, "llama3": {2: OWN}, "window": {3: OWN}, "window_late": {1: OWN},
     "window_off": {1: OWN}, "experts": {1: OWN, 3: BOTH, 6: GIVEN}, "experts_normed": {2: OWN, 4: GIVEN},
-    "experts_dense": {3: GIVEN, 4: OWN},
+    "experts_dense": {3: GIVEN},
 }
 
 
@@ -88,7 +88,7 @@ def test_folders_that_transformers_wrote(name, tmp_path):
     check(run_case(tmp_path, DATA / f"saved_{name}", prompts, 2), prompts)
 
 
-@pytest.mark.parametrize("name, ranks", [("tiny", 3), ("dynamic", 1), ("window_late", 2)])
+@pytest.mark.parametrize("name, ranks", [("tiny", 3), ("dynamic", 1), ("window_late", 2), ("experts", 2)])
 def test_neither_batch_nor_chunks_nor_replicas_change_a_bit(name, ranks, tmp_path):
     prompts = load_recorded(name)
     model = write_folder(BY_NAME[name], tmp_path / "model")
