@@ -14,7 +14,7 @@ code   meaning
 9      `--on-stop expire`: stopped before the end; unfinished lines are in the errors file
 70     a fault of the program itself (a rank's unexpected exception)
 75     stopped by a signal or --time-limit before the end: start again with --resume
-128+N  a rank was killed by signal N
+128+N  a rank was killed by signal N, or a second signal came (some launchers: N)
 =====  =================================================================
 """
 

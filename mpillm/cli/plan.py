@@ -29,6 +29,7 @@ Nothing is started and no weights are read. The exit code is 6 where --memory-pe
 docs/planning.md says what the figures mean.
 """
 SIZES_SHOWN = 8       # numbers of ranks in the table
+MOST_RANKS = 8192     # each rank is counted by itself, which takes time
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of 1 or more")
+    if not text.isdecimal() or not 1 <= int(text[:12]) <= 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {1 << 30}")
     return int(text)
 
 
@@ -128,6 +129,8 @@ def plan(argv: list[str]) -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """What can be refused before the model is opened. Raises UsageError, OutputError."""
+    if given.ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {given.ranks}: no more than {MOST_RANKS} are planned")
     if given.tp is not None and given.tp > given.ranks:
         raise UsageError(f"--tp {given.tp} does not go into {given.ranks} ranks: use 1 to {given.ranks}")
     if given.machine is not None and (given.bandwidth or given.peak):

@@ -7,6 +7,7 @@ latent attention and ``sharded`` caches, is counted by formula and says so.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -181,7 +182,8 @@ class Dense:
     def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
         model, run = self._model, asked.run(mode.kv_mode)
         split = partition(self._sizes, tp, run.kv_mode)
-        ranks = tuple(self._rank(asked, run, split, share, mode) for share in split.shares)
+        copies = Counter(head for share in split.shares for head in share.kv_heads.range())
+        ranks = tuple(self._rank(asked, run, split, share, mode, copies) for share in split.shares)
         read = [step_bytes(split, rank) for rank in range(tp)]
         fullest = max(range(tp), key=read.__getitem__)
         share = split.shares[fullest]
@@ -197,14 +199,15 @@ class Dense:
             swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))
         return Planned(tp, mode, ranks, own, own)
 
-    def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share, mode: Mode) -> RankFigures:
+    def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share, mode: Mode,
+              copies: Counter[int]) -> RankFigures:
         model, sharded = self._model, mode.kv_mode == "sharded"
         heads = model.n_kv_heads // split.rows if sharded and split.width > 1 else share.kv_heads.size
         block = kvcache.block_bytes(asked.kv_type, model.n_layers, heads, model.head_dim)
         width = split.width if sharded else 1
         blocks = -(-asked.blocks * asked.batch // width)
         return RankFigures(
-            share.rank, share.heads.size, self._weight_bytes(run, split, share), self._duplicated(split, share),
+            share.rank, share.heads.size, self._weight_bytes(run, split, share), self._duplicated(split, share, copies),
             block // (kernels.BLOCK * width), block * blocks,
             setup.activation_bytes(run, model, share, asked.threads), round(step_bytes(split, share.rank)))
 
@@ -217,12 +220,11 @@ class Dense:
             self._held[key] = registry.weight_bytes(self._model, self._weights, split, run.weights, share.rank)
         return self._held[key]
 
-    def _duplicated(self, split: Partition, share: Share) -> int:
+    def _duplicated(self, split: Partition, share: Share, copies: Counter[int]) -> int:
         """Bytes of K/V projections that other ranks hold as well, each rank its part of the copies too many."""
         if split.kv_mode == "allgather" and split.width > 1:
             return 0
-        row = [split.shares[rank].kv_heads for rank in split.row_ranks(share.row)]
-        extra = sum(1 - Fraction(1, sum(head in held.range() for held in row)) for head in share.kv_heads.range())
+        extra = sum(1 - Fraction(1, copies[head]) for head in share.kv_heads.range())
         return round(extra * self._model.head_dim * self._kv_column_bytes)
 
     def _swaps(self, split: Partition, mode: Mode) -> tuple[int, int]:
@@ -230,8 +232,8 @@ class Dense:
         if split.width == 1 or mode.kv_mode == "redundant":
             return 0, 0
         model = self._model
-        own = max(sum(span.size for span in row_exchange(split, rank).receive) for rank in split.row_ranks(0))
         if mode.kv_mode == "allgather":
+            own = max(sum(span.size for span in row_exchange(split, rank).receive) for rank in split.row_ranks(0))
             return 1, 2 * 4 * own
         heads, columns = model.n_heads // split.rows, model.n_kv_heads // split.rows * model.head_dim
         return 3, 4 * (2 * columns + heads * model.head_dim + heads * (model.head_dim + 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -83,7 +84,7 @@ def guarded(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     parent, child = os.getpid(), os.fork()
     if child:
-        os._exit(_Guard(child, watched).run())
+        _end(_Guard(child, watched).run())
     _die_with(parent)
     signals.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -111,7 +112,7 @@ class _Guard:
         self.resumed = 0.0         # when the job, or the child, last went on after it was suspended
 
     def run(self) -> int:
-        """Wait for the child; the exit code of both."""
+        """Wait for the child; the exit code of both, or minus the signal that ended it."""
         looked = time.monotonic()
         while True:
             got = signal.sigtimedwait(self.watched, TICK)
@@ -121,7 +122,7 @@ class _Guard:
             looked = now
             if got is not None and got.si_signo != signal.SIGCHLD:
                 if self._pass_on(got.si_signo, now):
-                    return 128 + got.si_signo
+                    return -got.si_signo
             code = self._look(now)
             if code is not None:
                 return code
@@ -139,7 +140,7 @@ class _Guard:
         return False
 
     def _look(self, now: float) -> int | None:
-        """The exit code of a child that ended, else None."""
+        """The exit code of a child that ended, minus a signal's number if one ended it, else None."""
         while True:
             pid, status = os.waitpid(self.child, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not pid:
@@ -154,7 +155,7 @@ class _Guard:
                 why = f" ({_WHY[number]})" if number in _WHY else ""
                 _print(f"{who} was killed by {signals.name(number)}{why} while {text}, "
                        f"begun {now - since:.1f} s before; what had finished is kept: start again with --resume")
-                return 128 + number
+                return -number
             else:
                 return os.WEXITSTATUS(status)
 
@@ -174,6 +175,19 @@ class _Guard:
     def _kill(self) -> None:
         os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
+
+
+def _end(code: int) -> None:
+    """End this process as the child ended: launchers clean up after a signal even where MPI was not up yet."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))       # the rank's own core file is the one of interest
+        number = -code
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+        code = 128 + number
+    os._exit(code)
 
 
 def _print(text: str) -> None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mpillm import kernels
 from mpillm.errors import UsageError
 from mpillm.models.fields import MAX_LAYERS, Fields
-from mpillm.partition import Span, spread
+from mpillm.partition import Span
 from mpillm.quant import recipe
 
 MLA_MODES = (0, 1, 2, 3)
@@ -83,7 +84,17 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes in memory of all of them."""
-        return self.count * kernels.packed_nbytes(self.format, self.n, self.k) if self.n and self.k else 0
+        return self.count * _packed(self.format, self.n, self.k) if self.n and self.k else 0
+
+
+_packed = lru_cache(maxsize=4096)(kernels.packed_nbytes)
+
+
+def part(total: int, parts: int, number: int) -> Span:
+    """Part ``number`` of ``partition.spread(total, parts)``, without making the others."""
+    quotient, remainder = divmod(total, parts)
+    start = number * quotient + min(number, remainder)
+    return Span(start, start + quotient + (number < remainder))
 
 
 def of_config(where: str, values: Mapping[str, Any], name: str) -> DeepSeekFigures | None:
@@ -96,6 +107,7 @@ def of_config(where: str, values: Mapping[str, Any], name: str) -> DeepSeekFigur
     if fields.natural("moe_layer_freq", 1) != 1:
         raise fields.error(f"moe_layer_freq {fields.get('moe_layer_freq')} is not supported: it must be 1")
     experts = fields.natural("n_routed_experts", 0)
+    _check_experts(fields, experts, fields.natural("num_experts_per_tok", 0))
     n_layers = _layers(fields, "num_hidden_layers")
     return DeepSeekFigures(
         name=name, hidden=fields.positive("hidden_size"), n_layers=n_layers,
@@ -121,6 +133,7 @@ def of_gguf(where: str, metadata: Mapping[str, Any], vocab: int, tied: bool, nam
     key = fields.positive("attention.key_length_mla", fields.positive("attention.key_length"))
     if key <= rope:
         raise fields.error(f"keys of {key} values, of which {rope} are rotated, leave none: damaged")
+    _check_experts(fields, experts, fields.natural("expert_used_count", 0))
     n_layers = _layers(fields, "block_count")
     return DeepSeekFigures(
         name=name, hidden=fields.positive("embedding_length"), n_layers=n_layers,
@@ -133,6 +146,11 @@ def of_gguf(where: str, metadata: Mapping[str, Any], vocab: int, tied: bool, nam
         experts_per_token=fields.positive("expert_used_count") if experts else 0,
         expert_intermediate=fields.positive("expert_feed_forward_length") if experts else 0,
         vocab=vocab, max_positions=fields.positive("context_length"), tied=tied)
+
+
+def _check_experts(fields: Fields, experts: int, used: int) -> None:
+    if experts and used > experts:
+        raise fields.error(f"{used} experts are used of {experts}: damaged")
 
 
 def _layers(fields: Fields, key: str) -> int:
@@ -170,7 +188,7 @@ def read_share(f: DeepSeekFigures, role: str, rows: int) -> float:
 
 def heads_of(f: DeepSeekFigures, tp: int, rank: int) -> Span:
     """The query heads of a rank: whole ones, the first ranks one more."""
-    return spread(f.n_heads, tp)[rank]
+    return part(f.n_heads, tp, rank)
 
 
 # Which rules of a weight recipe count for a role, the closest first
@@ -199,11 +217,11 @@ def matrices(f: DeepSeekFigures, weights: str | Mapping[str, str], tp: int, rank
 
     def columns(role: str, total: int) -> int:
         unit = 32 if kind(role) in kernels.QUANTISED else 16
-        span = spread(-(-total // unit), tp)[rank].times(unit)
+        span = part(-(-total // unit), tp, rank).times(unit)
         return max(0, min(span.stop, total) - span.start)
 
     def outputs(total: int) -> int:
-        return total if kv_mode == "redundant" else spread(total, tp)[rank].size
+        return total if kv_mode == "redundant" else part(total, tp, rank).size
 
     def gated(role: str, total: int, count: int) -> Iterator[Matrix]:
         if total and count:
@@ -224,7 +242,7 @@ def matrices(f: DeepSeekFigures, weights: str | Mapping[str, str], tp: int, rank
         yield Matrix("router", f.n_experts, f.hidden, f.expert_layers, ROUTER)
         yield from gated("expert", f.expert_intermediate, f.expert_layers * f.n_experts)
         yield from gated("shared", f.expert_intermediate * f.n_shared, f.expert_layers)
-    panels = spread(-(-f.vocab // PANEL), tp)[rank].times(PANEL)
+    panels = part(-(-f.vocab // PANEL), tp, rank).times(PANEL)
     own = max(0, min(panels.stop, f.vocab) - panels.start)
     for role in ("head",) if f.tied else ("embedding", "head"):
         yield Matrix(role, own, f.hidden, 1, kind(role))

@@ -26,7 +26,7 @@ from mpillm.models import deepseek_sizes as deepseek
 from mpillm.models import registry
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import partition
+from mpillm.partition import partition, spread
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 F16 = Asked(kv_type="f16", kv_type_v="f16")
@@ -144,6 +144,11 @@ def test_the_ranks_hold_all_of_a_deepseek_model(tp, mode):
     assert sum(m.n * m.k * m.count / kept.get(m.role, 1) for m in held) == pytest.approx(deepseek.parameters(found))
 
 
+@given(st.integers(0, 10**6), st.integers(1, 500))
+def test_parts_are_those_of_the_partition(total, parts):
+    assert tuple(deepseek.part(total, parts, number) for number in range(parts)) == spread(total, parts)
+
+
 def test_experts_are_read_as_often_as_tokens_choose_them():
     found = figures("DeepSeek-V3")
     assert deepseek.read_share(found, "expert", 1) == pytest.approx(8 / 256)
@@ -259,6 +264,28 @@ def test_a_gguf_file_is_planned_by_its_header(tmp_path):
     assert found["weights"] == ["q8_0"] and "header" in found["weights_from"]
 
 
+def test_a_gguf_file_of_deepseek(tmp_path):
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "deepseek.gguf"
+    writer = gguf.GGUFWriter(str(path), "deepseek2")
+    for key, value in {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
+                       "attention.kv_lora_rank": 64, "attention.key_length": 64, "attention.value_length": 32,
+                       "rope.dimension_count": 32, "context_length": 8192}.items():
+        writer.add_uint32(f"deepseek2.{key}", value)
+    for name in ("token_embd.weight", "output.weight"):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(np.ones((80, 64), np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = planned_json(tmp_path, "--model", path, "--ranks", 2, "--mla", 1, "--kv-type", "q8_0", "--kv-type-v", "f16")
+    assert found["weights"] == ["q8_0"] and not found["runs"] and "header" in found["weights_from"]
+    assert found["per_rank"][0]["kv_bytes_per_token"] == 2 * (3 * 34 + 2 * 64)
+
+
 def test_weights_that_are_not_there_do_not_matter(folder, tmp_path):
     """A clone without git-lfs: the tensors are pointers of a few lines."""
     (tmp_path / "config.json").write_text(Path(folder, "config.json").read_text())
@@ -301,6 +328,7 @@ def test_what_is_printed_and_written(tmp_path, capsys):
     (["--model", "SmolLM2-135M", "--ranks", "4", "--context", "9000"], UsageError, "beyond the model's 8192"),
     (["--model", "SmolLM2-135M", "--ranks", "0"], UsageError, "--ranks: '0' is not"),
     (["--model", "SmolLM2-135M"], UsageError, "--ranks"),
+    (["--model", "SmolLM2-135M", "--ranks", "9000"], UsageError, "no more than 8192"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--latency", "3"], UsageError, "predict nothing without"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--machine", "no.json"], InputError, "No such file"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--json", "no/where"], OutputError, "cannot be written"),
