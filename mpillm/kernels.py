@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from mpillm import experts as _experts
+from mpillm.experts import Experts, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
@@ -176,10 +178,18 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     return noise
 
 
-def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1) -> None:
-    """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads()."""
+def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
+            experts: bool = False) -> None:
+    """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
+
+    ``experts``: the model has some.
+    """
     check_kv(kv_type)
-    for make in _needed(list(weight_formats), kv_type, fast)[part::parts]:
+    names = list(weight_formats)
+    needed = _needed(names, kv_type, fast)
+    if experts:
+        needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
+    for make in needed[part::parts]:
         make()
 
 
@@ -206,7 +216,8 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "HeadNorms", "Heads", "LayerCache",
-           "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape",
-           "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
-           "prepare_threads", "set_threads", "set_tier", "tested_tier", "threads", "tier", "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "Experts", "HeadNorms", "Heads",
+           "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes",
+           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
+           "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
+           "tested_tier", "threads", "tier", "top_k", "warm_up"]

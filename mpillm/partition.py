@@ -76,13 +76,17 @@ class Sizes:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int            # feed-forward columns of a layer, or of each expert of one
     vocab: int
     column_unit: int = 16        # feed-forward columns are cut at multiples of it; the last unit may be short
     panel: int = 16              # vocabulary rows are cut at multiples of it
     bytes_attn: float = 2.0      # q, k, v and o: f32 4, bf16 and f16 2, q8_0 34/32, ...
     bytes_ffn: float = 2.0       # gate, up and down
     bytes_vocab: float = 2.0     # the output head, which a step reads once
+    experts: int = 0             # of a layer; 0: one dense feed-forward
+    experts_chosen: int = 0      # of them for each row
+    dense_layers: int = 0        # that have no experts among layers that do
+    dense_intermediate: int = 0  # feed-forward columns of these
 
     def __post_init__(self) -> None:
         for name in ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate", "vocab",
@@ -91,6 +95,7 @@ class Sizes:
         for name in ("bytes_attn", "bytes_ffn", "bytes_vocab"):
             value = getattr(self, name)
             assert isfinite(value) and value > 0, f"{name} must be positive and finite, not {value}"
+        assert self.experts_chosen <= self.experts and self.dense_layers <= self.n_layers, "experts"
         assert self.n_heads % self.n_kv_heads == 0, (
             f"{self.n_heads} query heads do not divide over {self.n_kv_heads} KV heads")
 
@@ -110,8 +115,9 @@ class Share:
     heads: Span         # query heads
     kv_heads: Span      # KV heads that its queries need and whose cache it holds
     kv_columns: Span    # rows of k_proj and of v_proj that it computes, in elements of n_kv_heads * head_dim
-    columns: Span       # feed-forward columns
+    columns: Span       # feed-forward columns; where there are experts, of each of them
     vocab: Span         # vocabulary rows, of the embedding and of the output head
+    dense_columns: Span = Span(0, 0)    # feed-forward columns of dense layers among those with experts
 
 
 @dataclass(frozen=True)
@@ -211,10 +217,10 @@ def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant") -> Partition:
     kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
     kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
     # Both modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
-    columns, vocab = _split_by_bytes(sizes, heads, kv_columns)
+    columns, vocab, dense = _split_by_bytes(sizes, heads, kv_columns)
     if kv_mode == "allgather" and width > 1:
         kv_columns = _even_kv_columns(sizes, rows, width)
-    owned = zip(heads, kv_heads, kv_columns, columns, vocab, strict=True)
+    owned = zip(heads, kv_heads, kv_columns, columns, vocab, dense, strict=True)
     shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
     return Partition(sizes, tp, kv_mode, rows, width, shares)
 
@@ -254,7 +260,8 @@ class _Prices:
 
     head: int        # a query head: its rows of q_proj, its columns of o_proj
     kv_column: int   # a row of k_proj and one of v_proj
-    column: int      # a row of gate_proj, one of up_proj, a column of down_proj
+    column: int      # a row of gate_proj, one of up_proj, a column of down_proj; of each expert that a row chooses
+    dense: int       # the same in dense layers among those with experts
     token: int       # a row of the output head
     scale: int
 
@@ -265,12 +272,17 @@ class _Prices:
         scale = lcm(attn.denominator, ffn.denominator, vocab.denominator)
         stacked = scale * sizes.hidden * sizes.n_layers
         return _Prices(head=int(2 * sizes.head_dim * stacked * attn), kv_column=int(2 * stacked * attn),
-                       column=int(3 * stacked * ffn), token=int(scale * sizes.hidden * vocab), scale=scale)
+                       column=int(3 * scale * sizes.hidden * ffn) * (sizes.n_layers - sizes.dense_layers)
+                       * max(1, sizes.experts_chosen),
+                       dense=int(3 * scale * sizes.hidden * ffn) * sizes.dense_layers,
+                       token=int(scale * sizes.hidden * vocab), scale=scale)
 
 
 def _split_by_bytes(sizes: Sizes, heads: Sequence[Span],
-                    kv_columns: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Feed-forward columns and vocabulary rows of every rank, so that the bytes of a step come out even.
+                    kv_columns: Sequence[Span]) -> tuple[list[Span], list[Span], list[Span]]:
+    """Feed-forward columns, vocabulary rows and dense layers' columns of every rank, so that a step's bytes are even.
+
+    A step of one row counts, which reads the experts that the row chooses.
 
     Columns level what the heads left uneven, vocabulary panels what the columns left: being the finer ones,
     they go last.  (The columns count on an even share of the vocabulary; a share that all have alike moves
@@ -278,9 +290,11 @@ def _split_by_bytes(sizes: Sizes, heads: Sequence[Span],
     """
     price = _Prices.of(sizes)
     loads = [h.size * price.head + kv.size * price.kv_column for h, kv in zip(heads, kv_columns, strict=True)]
+    dense = _deal([0] * len(loads), 1, sizes.dense_intermediate, sizes.column_unit)
+    loads = [load + span.size * price.dense for load, span in zip(loads, dense, strict=True)]
     columns = _deal(loads, price.column, sizes.intermediate, sizes.column_unit)
     loads = [load + span.size * price.column for load, span in zip(loads, columns, strict=True)]
-    return columns, _deal(loads, price.token, sizes.vocab, sizes.panel)
+    return columns, _deal(loads, price.token, sizes.vocab, sizes.panel), dense
 
 
 def _deal(loads: Sequence[int], price: int, total: int, unit: int) -> list[Span]:
@@ -298,7 +312,8 @@ def _phases(p: Partition, rank: int, price: _Prices) -> tuple[int, int, int]:
     """Attention, feed-forward and vocabulary bytes of a rank, in the unit of ``price``."""
     s = p.shares[rank]
     attention = s.heads.size * price.head + s.kv_columns.size * price.kv_column
-    return attention, s.columns.size * price.column, s.vocab.size * price.token
+    feed_forward = s.columns.size * price.column + s.dense_columns.size * price.dense
+    return attention, feed_forward, s.vocab.size * price.token
 
 
 def phase_bytes(p: Partition, rank: int) -> tuple[float, float, float]:
@@ -311,10 +326,17 @@ def phase_bytes(p: Partition, rank: int) -> tuple[float, float, float]:
     return attention, feed_forward, vocab
 
 
-def step_bytes(p: Partition, rank: int) -> float:
-    """Weight bytes that ``rank`` reads in one decode step: its matrices without norms, biases and padding."""
-    price = _Prices.of(p.sizes)
-    return sum(_phases(p, rank, price)) / price.scale
+def step_bytes(p: Partition, rank: int, rows: int = 1) -> float:
+    """Weight bytes that ``rank`` reads in one decode step: its matrices without norms, biases and padding.
+
+    ``rows`` count where there are experts: those that one row chooses, else the mean of free and even choices.
+    """
+    price, s = _Prices.of(p.sizes), p.sizes
+    total = sum(_phases(p, rank, price)) / price.scale
+    if s.experts and rows > 1:
+        read = s.experts * (1 - (1 - s.experts_chosen / s.experts) ** rows)
+        total += p.shares[rank].columns.size * price.column / price.scale * (read / s.experts_chosen - 1)
+    return total
 
 
 def balance(p: Partition) -> float:

@@ -144,12 +144,12 @@ class Plan:
         tier, kind = _select.tier(), _fused.activation(w.format)
         if kind == "codes" and tier == "amx":
             self.tape.add("linear", _tiles.codes_operation(w.format), given, scales, sums, rows, w.k, w.data, w.scales,
-                          w.phase, *shared, self._scratch())
+                          w.phase, *shared, self.scratch())
         elif kind == "codes":
             self.tape.add("linear", _gemm.linear_operation(w.format), given, scales, sums, rows, w.k, w.data, w.scales,
                           w.phase, *shared)
         elif kind == "bf16":
-            scratch = (self._scratch(),) if tier == "amx" else ()
+            scratch = (self.scratch(),) if tier == "amx" else ()
             self.tape.add("linear", _tiles.bf16_operations(tier)[1], given, rows, w.k, w.data, w.stride, *shared,
                           *scratch)
         else:
@@ -183,15 +183,19 @@ class Plan:
         rounded, widened, each_widened = np.zeros(0, np.uint16), np.zeros(0, np.uint16), 0
         if self._is_fast(w):
             rounded, each_widened = self._rounded(x, w.k, rows), width * w.k
-            widened = self._kept(("widened", each_widened),
+            widened = self.kept(("widened", each_widened),
                                  lambda: allocate(each_widened * _policy.threads(), np.uint16))
         w_scales = _NOTHING if w.scales is None else w.scales
-        each, parts = -(-self.capacity * width // 16) * 16, _policy.threads()
-        room = self._kept(("fused", width), lambda: allocate(each * parts, np.float32))
+        room, each = self.thread_room(width)
         scale_stride = len(w_scales) // max(1, -(-w.n // 16))
         return (given, scales, sums, rounded, rows, w.k, w.data, w_scales, w.stride, scale_stride, w.phase,
-                _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self._scratch(),
+                _NOTHING if bias is None else bias, room, each, self.buffer("tail", 16), self.scratch(),
                 widened, each_widened)
+
+    def thread_room(self, width: int) -> tuple[np.ndarray, int]:
+        """Room of each thread for ``width`` outputs of all rows, and its elements."""
+        each = -(-self.capacity * width // 16) * 16
+        return self.kept(("fused", width), lambda: allocate(each * _policy.threads(), np.float32)), each
 
     def _is_fast(self, w: PackedMatrix) -> bool:
         return self._fast and w.format in QUANTISED
@@ -226,16 +230,17 @@ class Plan:
                 *cache.arguments(), _PAIR[name], _LIMIT[name], cell("sequences"), cell("positions"),
                 cell("table"), cell("table_width"))
 
-    def _scratch(self) -> np.ndarray:
+    def scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
         if self._tiles.size == 0:
             self._tiles = allocate(_policy.threads() * _SCRATCH, np.uint8)
         return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
-        return self._kept((name, n), lambda: np.zeros((self.capacity, n), dtype))
+        return self.kept((name, n), lambda: np.zeros((self.capacity, n), dtype))
 
-    def _kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
+    def kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The room of this key, made when it is first asked for."""
         if key not in self._buffers:
             self._buffers[key] = make()
         return self._buffers[key]

@@ -285,9 +285,9 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     compilers = max(1, min(world.node_size, world.cores, COMPILERS))
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0)
     world.barrier_quiet()
-    kernels.warm_up(formats, settings.kv_type, settings.fast)
+    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
@@ -341,14 +341,21 @@ def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: 
     return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
 
 
+def feed_forward(model: ModelConfig) -> str:
+    """How wide a layer's feed-forward is, in words."""
+    if not model.experts:
+        return str(model.intermediate)
+    return f"{model.expert_intermediate} of {model.experts} experts, {model.experts_chosen} for each token"
+
+
 def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
              placement: affinity.Placement) -> None:
     """On rank 0: what runs where, before the long part begins."""
     laid, model = split.layout, job.model
     LOG.info("mpillm %s, %s", __version__, world.library)
-    LOG.info("model %s: %s, %d layers, hidden %d, %d query and %d KV heads of %d, feed-forward %d, vocabulary %d",
+    LOG.info("model %s: %s, %d layers, hidden %d, %d query and %d KV heads of %d, feed-forward %s, vocabulary %d",
              job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
-             model.head_dim, model.intermediate, model.vocab)
+             model.head_dim, feed_forward(model), model.vocab)
     LOG.info("%s", split.choice.line())
     rows = describe(split.partition, split.weight_bytes)
     for row in rows:

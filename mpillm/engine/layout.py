@@ -49,7 +49,7 @@ def candidates(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int,
 def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Partition, ranks: int,
               memory: int) -> cost.Candidate:
     """One layout. The rank that reads the most stands for all of the replica."""
-    read = [step_bytes(split, rank) for rank in range(split.tp)]
+    read = [step_bytes(split, rank, run.max_batch) for rank in range(split.tp)]
     fullest = max(range(split.tp), key=read.__getitem__)
     share = split.shares[fullest]
     weight_bytes = registry.weight_bytes(model, weights, split, run.weights, fullest)
@@ -58,7 +58,8 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
     kv_heads = max(other.kv_heads.size for other in split.shares)
-    layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * share.columns.size
+    columns = share.columns.size * max(1, model.experts_chosen)
+    layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
         products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),

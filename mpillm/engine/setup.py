@@ -110,7 +110,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
-    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened
+    slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:

@@ -210,6 +210,8 @@ class Checkpoint:
     def read(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
         """Values of tensor ``name`` as float32 [rows, cols], or [rows] where it has one axis.
 
+        A tensor of three axes counts as its matrices below each other.
+
         ``rows`` and ``cols`` are indices of the first and last axis (None: all); rows may be in any
         order. Only the blocks that they touch are read. Raise ModelError for an unknown name, a type
         that cannot be decoded, or a file that ends early.
@@ -222,9 +224,9 @@ class Checkpoint:
         if len(shape) == 1:
             assert cols is None, f"tensor {name} has one axis: no columns to choose"
             return self._read_vector(stored, rows)
-        if len(shape) != 2:
-            raise stored.source.error(f"tensor {name} has shape {shape}: one or two axes are supported")
-        return self._read_matrix(stored, indices(name, rows, shape[0]), _span(name, cols, shape[1]))
+        if len(shape) > 3:
+            raise stored.source.error(f"tensor {name} has shape {shape}: one to three axes are supported")
+        return self._read_matrix(stored, indices(name, rows, math.prod(shape[:-1])), _span(name, cols, shape[-1]))
 
     def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
         """Blocks of a quantised matrix as stored, uint8 [rows, bytes]: those that cover ``cols``.
@@ -234,10 +236,10 @@ class Checkpoint:
         """
         stored = self._find(name)
         info = stored.info
-        assert info.block > 1 and len(info.shape) == 2, f"tensor {name} is no matrix of blocks: {info}"
-        span, border = _span(name, cols, info.shape[1]), min(info.block, 32)
+        assert info.block > 1 and len(info.shape) in (2, 3), f"tensor {name} is no matrix of blocks: {info}"
+        span, border = _span(name, cols, info.shape[-1]), min(info.block, 32)
         assert span.start % border == 0 and span.stop % border == 0, f"tensor {name}: {span} cuts a block of {border}"
-        index = indices(name, rows, info.shape[0])
+        index = indices(name, rows, math.prod(info.shape[:-1]))
         blocks = range(span.start // info.block, -(-span.stop // info.block) if span else span.start // info.block)
         raw = np.empty((len(index), stored.block_bytes * len(blocks)), np.uint8)
         order, ordered = _in_file_order(index)

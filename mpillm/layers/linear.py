@@ -92,11 +92,17 @@ class RowLinear:
         """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
         y_TN = plan.buffer("row_output", self.weight.n)
         plan.linear(plan.buffer(self._room, self.weight.k), self.weight, None, y_TN)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        memory = self.reducer.exchange_arguments()
-        if self.reducer.tp > 1 and memory is not None:
-            plan.reduce_rows(memory, residual_TN, y_TN, self.bias, weight, eps, normed_TN)
-            return
-        if self.reducer.tp > 1:
-            plan.call("exchange", lambda rows: self.reducer.all_reduce(y_TN[:rows]))
-        plan.add_norm(residual_TN, y_TN, self.bias, weight, eps, normed_TN)
+        record_sum(plan, self.reducer, y_TN, self.bias, residual_TN, norm, normed_TN)
+
+
+def record_sum(plan: kernels.Plan, reducer: Reducer, y_TN: np.ndarray, bias: np.ndarray | None,
+               residual_TN: np.ndarray, norm: RMSNorm | None, normed_TN: np.ndarray) -> None:
+    """``residual += y (+ bias)``, y [T, N] summed over the ranks, and its norm (if any) into ``normed``."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    memory = reducer.exchange_arguments()
+    if reducer.tp > 1 and memory is not None:
+        plan.reduce_rows(memory, residual_TN, y_TN, bias, weight, eps, normed_TN)
+        return
+    if reducer.tp > 1:
+        plan.call("exchange", lambda rows: reducer.all_reduce(y_TN[:rows]))
+    plan.add_norm(residual_TN, y_TN, bias, weight, eps, normed_TN)

@@ -18,8 +18,12 @@ class GatedMLP:
     gate_up: ColumnLinear
     down: RowLinear
 
+    def input(self, plan: kernels.Plan, hidden: int) -> np.ndarray:
+        """Where its input [T, hidden] is to be written."""
+        return self.gate_up.input(plan, hidden)
+
     def record(self, plan: kernels.Plan, residual: np.ndarray, norm: RMSNorm | None, normed: np.ndarray) -> None:
-        """Take what ``gate_up.input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
+        """Take what ``input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
         if self.gate_up.in_turn:
             self.gate_up.record_gated(plan, self.down.input(plan))
         else:

@@ -13,13 +13,13 @@ __all__ = ["ModelConfig", "RopeScaling"]
 class ModelConfig:
     """Figures of a model of the Llama family; sizes in elements, no ranks here."""
 
-    architecture: str            # llama, mistral, qwen2, qwen3
+    architecture: str            # llama, mistral, qwen2, qwen3, mixtral, qwen3_moe
     hidden: int
     n_layers: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int            # of a dense layer
     vocab: int
     max_positions: int
     rms_eps: float
@@ -34,6 +34,15 @@ class ModelConfig:
     bos_id: int | None
     eos_ids: tuple[int, ...]     # the union over config.json and generation_config.json
     name: str = ""               # for people: the folder's or file's name
+    experts: int = 0             # of a layer that has experts; 0: all layers are dense
+    experts_chosen: int = 0      # of them for each token
+    expert_intermediate: int = 0
+    experts_normed: bool = True  # the chosen ones' weights add up to 1
+    dense: tuple[int, ...] = ()  # layers that are dense all the same
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts > 0 and layer not in self.dense
 
     @property
     def context(self) -> int:

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 are one decoder with options.
+"""The Llama family: Llama 2/3, Mistral, Mixtral, Qwen2/2.5, Qwen3 and Qwen3-MoE are one decoder with options.
 
 Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(norm(x))``.
 """
@@ -14,11 +14,12 @@ from mpillm.kernels import Heads, LayerCache, Rows
 from mpillm.layers.attention import Attention, KVGather
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
 from mpillm.layers.mlp import GatedMLP
+from mpillm.layers.moe import ExpertMLP
 from mpillm.layers.norm import RMSNorm
 from mpillm.layers.rope import Rope
 from mpillm.models.config import ModelConfig
 from mpillm.models.load import Loader
-from mpillm.partition import Share, local_groups
+from mpillm.partition import Share, Span, local_groups
 
 # Tensors of a layer by the names of Hugging Face checkpoints; `models.weights` has GGUF's names for them.
 LAYER = "model.layers.{}."
@@ -45,7 +46,7 @@ class Block:
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Llama:
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
         for i, (block, layer_cache) in enumerate(zip(self.blocks, cache, strict=True)):
-            block.attention.record(plan, layer_cache, x, block.mlp_norm, block.mlp.gate_up.input(plan, hidden))
+            block.attention.record(plan, layer_cache, x, block.mlp_norm, block.mlp.input(plan, hidden))
             last = i + 1 == len(self.blocks)
             following = None if last else self.blocks[i + 1]
             if following is None:
@@ -133,7 +134,7 @@ def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
 
 def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, index: int) -> Block:
     prefix = LAYER.format(index)
-    share, kv_rows = load.share, load.share.kv_columns
+    kv_rows = load.share.kv_columns
 
     def norm(which: str) -> RMSNorm:
         return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps)
@@ -144,7 +145,18 @@ def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | N
     qkv = load.columns_apart([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
     attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
                           head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
+    return Block(norm("attention_norm"), attention, norm("mlp_norm"), _feed_forward(config, load, index))
+
+
+def _feed_forward(config: ModelConfig, load: Loader, index: int) -> GatedMLP | ExpertMLP:
+    prefix = LAYER.format(index)
+    if config.has_experts(index):
+        return ExpertMLP(load.experts(prefix), load.reducer)
+    columns = dense_columns(config, load.share)
     gate, up = (prefix + name for name in MATRICES["gate_up"])
-    gate_up = load.pairs((gate, up), share.columns)
-    mlp = GatedMLP(gate_up, load.rows(prefix + MATRICES["down"][0], share.columns))
-    return Block(norm("attention_norm"), attention, norm("mlp_norm"), mlp)
+    return GatedMLP(load.pairs((gate, up), columns), load.rows(prefix + MATRICES["down"][0], columns))
+
+
+def dense_columns(config: ModelConfig, share: Share) -> Span:
+    """The feed-forward columns that a share has of a dense layer."""
+    return share.dense_columns if config.experts else share.columns

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,10 +20,12 @@ from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
 from mpillm.machine import signals
 from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
+from mpillm.models.expert_names import ROUTER
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 from mpillm.quant import recipe
 
+T = TypeVar("T")
 CHUNK_BYTES = 4 << 20
 LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
 QUANT_BLOCK, PANEL = 32, 16
@@ -42,7 +45,7 @@ def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
     stated = recipe.parse(asked).of(*weights.groups(names[0]))
     if stated != "auto":
         return stated
-    kept = {KEPT.get(weights.info(name).dtype, "bf16") for name in names}
+    kept = {KEPT.get(dtype, "bf16") for dtype in weights.dtypes(tuple(names))}
     if len(kept) == 1:
         return kept.pop()
     return "bf16" if kept <= {"bf16", *kernels.QUANTISED} else "f32"
@@ -69,12 +72,25 @@ def stored_slice(kind: str, span: Span) -> tuple[int, int, int]:
     return first * QUANT_BLOCK, last * QUANT_BLOCK, first % 8 if kind in _SUPER_BLOCKS else 0
 
 
+def expert_names(prefix: str, count: int, part: str) -> list[str]:
+    """The weights of a layer's experts, ``part`` gate, up or down; ``prefix`` is the layer's."""
+    return [f"{prefix}mlp.experts.{e}.{part}_proj.weight" for e in range(count)]
+
+
+def expert_widths(kind: str, columns: int) -> tuple[int, int]:
+    """(columns of a rank's slice of an expert in whole panels, inputs that a down projection ``kind`` has for them)."""
+    width = -(-columns // PANEL) * PANEL
+    return width, -(-width // QUANT_BLOCK) * QUANT_BLOCK if kind in kernels.QUANTISED else width
+
+
 @dataclass
 class _Piece:
-    """Rows of one tensor in a packed matrix."""
+    """Rows of one tensor in a packed matrix: from row ``at`` on, of the ``tensor``-th of those that stand in turn."""
 
     name: str
     rows: Span
+    at: int = 0
+    tensor: int = 0
 
 
 class Loader:
@@ -169,33 +185,66 @@ class Loader:
             for tensor in range(packer.interleaved):
                 packer.put(0, np.zeros((packer.n // packer.interleaved, 0), np.float32), tensor)
         at = 0
-        for number, piece in enumerate(pieces if k else ()):
-            tensor = number if in_turn else 0
-            at = 0 if in_turn else at
-            stored_as = KEPT.get(self.weights.info(piece.name).dtype)
-            raw = packed_as in kernels.QUANTISED and stored_as == packed_as and k == k_stored
+        for number, piece in enumerate(pieces):
+            piece.at, piece.tensor = (0, number) if in_turn else (at, 0)
+            at += piece.rows.size
+        return self._fill(packer, pieces if k else (), columns)
+
+    def experts(self, prefix: str) -> kernels.Experts:
+        """The owned columns of a layer's experts, each filled up to whole panels, and the router."""
+        c, span = self.config, self.share.columns
+        gate, up, down = (expert_names(prefix, c.experts, part) for part in ("gate", "up", "down"))
+        kind, down_kind = self._format([*gate, *up]), self._format(down)
+        width, k_down = expert_widths(down_kind, span.size)
+        first, k, height = *stored_slice(kind, Span(0, c.hidden))[:2], -(-c.hidden // PANEL) * PANEL
+        assert first == 0 and stored_slice(down_kind, span)[0] == span.start, f"columns {span} cut a block"
+
+        packer = kernels.Packer(kind, 2 * c.experts * width, k, interleaved=2)
+        pieces = [_Piece(names[e], span, e * width, tensor) for e in range(c.experts)
+                  for tensor, names in enumerate((gate, up))]
+        gate_up = self._fill(packer, pieces if span else (), range(c.hidden), width)
+
+        packer = kernels.Packer(down_kind, c.experts * height, k_down, stored_slice(down_kind, span)[2])
+        pieces = [_Piece(name, Span(0, c.hidden), e * height) for e, name in enumerate(down)]
+        if not span:
+            packer.put(0, np.zeros((packer.n, 0), np.float32))
+        packed = self._fill(packer, pieces if span else (), span.range(), height)
+
+        packer = kernels.Packer("f32", c.experts, k)
+        router = self._fill(packer, [_Piece(prefix + ROUTER, Span(0, c.experts))], range(c.hidden))
+        return kernels.Experts(router, gate_up, packed, c.experts_chosen, c.experts_normed, width, c.hidden)
+
+    def _fill(self, packer: kernels.Packer, pieces: Sequence[_Piece], columns: range,
+              height: int = 0) -> kernels.PackedMatrix:
+        """Stream the pieces into a matrix; each is followed by zeros up to ``height`` rows, if it has fewer."""
+        for piece, at, raw, values in _ahead(self._chunks(packer, pieces, columns)):
+            signals.check("while weights were read")
             board().say(f"reading {piece.name}")
-            for count, values in _ahead(self._chunks(piece, columns, raw, k_stored)):
-                signals.check("while weights were read")
-                if raw:
-                    packer.put_raw(at, values, tensor)
-                else:
-                    packer.put(at, values, tensor)
-                at += count
-                self._refuse_lost_values(packer, piece.name, packed_as)
+            if raw:
+                packer.put_raw(at, values, piece.tensor)
+            else:
+                packer.put(at, values, piece.tensor)
+            self._refuse_lost_values(packer, piece.name, packer.format)
+        for piece in pieces:
+            if piece.rows.size < height:
+                missing = np.zeros((height - piece.rows.size, packer.k), np.float32)
+                packer.put(piece.at + piece.rows.size, missing, piece.tensor)
         matrix = packer.finish()
         self.nbytes += matrix.nbytes
         return matrix
 
-    def _chunks(self, piece: _Piece, columns: range, raw: bool, k_stored: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Number of rows and their values, or stored blocks, a chunk of rows at a time."""
-        step = max(PANEL, CHUNK_BYTES // (4 * len(columns)) // PANEL * PANEL)
-        for first in range(piece.rows.start, piece.rows.stop, step):
-            rows = range(first, min(first + step, piece.rows.stop))
-            if raw:
-                yield len(rows), self.weights.read_raw(piece.name, rows, columns)
-            else:
-                yield len(rows), _widened(self.weights.read(piece.name, rows, columns), k_stored)
+    def _chunks(self, packer: kernels.Packer, pieces: Sequence[_Piece],
+                columns: range) -> Iterator[tuple[_Piece, int, bool, np.ndarray]]:
+        """Where rows come to stand, whether they are stored blocks, and these or their values, a chunk at a time."""
+        step = max(PANEL, CHUNK_BYTES // (4 * max(1, len(columns))) // PANEL * PANEL)
+        for piece in pieces:
+            stored_as = KEPT.get(self.weights.info(piece.name).dtype)
+            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(columns) == packer.k
+            for first in range(piece.rows.start, piece.rows.stop, step):
+                rows = range(first, min(first + step, piece.rows.stop))
+                values = self.weights.read_raw(piece.name, rows, columns) if raw else \
+                    _widened(self.weights.read(piece.name, rows, columns), packer.k)
+                yield piece, piece.at + first - piece.rows.start, raw, values
 
     @staticmethod
     def _refuse_lost_values(packer: kernels.Packer, name: str, packed_as: str) -> None:
@@ -214,7 +263,7 @@ class Loader:
         return values
 
 
-def _ahead(items: Iterator[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
+def _ahead(items: Iterator[T]) -> Iterator[T]:
     """The same items; while one is used, the next is made in another thread."""
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items, None)

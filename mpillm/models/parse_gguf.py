@@ -9,9 +9,10 @@ import numpy as np
 
 from mpillm.formats.checkpoint import Checkpoint
 from mpillm.models.config import ModelConfig, RopeScaling
+from mpillm.models.expert_figures import gguf_expert_figures
 from mpillm.models.fields import MAX_LAYERS, Fields, checked_rope, head_figures, known_ids, shown
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 SUPPORTED = ", ".join(ARCHITECTURES)
 ROPE_FACTORS = "rope_freqs.weight"
 # Keys that may hold one figure for each layer, and keys with the values that leave the arithmetic as it is.
@@ -36,10 +37,10 @@ def gguf_config(checkpoint: Checkpoint, name: str = "") -> ModelConfig:
     fields = Fields(f"{meta.where}: {arch}", values)
     _refuse_unsupported(fields)
     values.update({key: _uniform(fields, key) for key in _PER_LAYER})
-    if fields.natural("expert_count", 0):
-        count = fields.get("expert_count")
-        raise meta.error(f"architecture {arch} with {count} experts (mixture of experts) is not supported; "
-                         f"dense models of these are: {SUPPORTED}")
+    experts = gguf_expert_figures(fields, arch)
+    if bool(experts) != (arch == "qwen3moe") and arch != "llama":
+        raise meta.error(f"architecture {arch} with {fields.natural('expert_count', 0)} experts is not supported; "
+                         f"these are: {SUPPORTED}")
     n_layers = fields.positive("block_count")
     if n_layers > MAX_LAYERS:
         raise fields.error(f"block_count is {n_layers}, more than {MAX_LAYERS}: damaged")
@@ -51,16 +52,17 @@ def gguf_config(checkpoint: Checkpoint, name: str = "") -> ModelConfig:
     starts = known_ids(meta, meta.token_ids("tokenizer.ggml.bos_token_id"), vocab, checkpoint.warnings)
     theta, rope = _rope(checkpoint, fields, head_dim)
     return ModelConfig(
-        architecture=arch, hidden=hidden, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
-        head_dim=head_dim, intermediate=fields.positive("feed_forward_length"), vocab=vocab,
+        architecture=_named(arch, bool(experts)), hidden=hidden, n_layers=n_layers, n_heads=n_heads,
+        n_kv_heads=n_kv_heads, head_dim=head_dim, vocab=vocab,
+        intermediate=fields.positive("feed_forward_length", experts.get("expert_intermediate")),
         max_positions=fields.positive("context_length"),
         rms_eps=fields.number("attention.layer_norm_rms_epsilon"), rope_theta=theta, rope=rope,
         tied="output.weight" not in checkpoint.tensors,
         qkv_bias=_any_bias(checkpoint, ("attn_q", "attn_k", "attn_v")),
         output_bias=_any_bias(checkpoint, ("attn_output",)),
-        mlp_bias=_any_bias(checkpoint, ("ffn_gate", "ffn_up", "ffn_down")), qk_norm=arch == "qwen3",
+        mlp_bias=_any_bias(checkpoint, ("ffn_gate", "ffn_up", "ffn_down")), qk_norm=arch in ("qwen3", "qwen3moe"),
         windows=_windows(fields, n_layers), bos_id=starts[0] if starts else None,
-        eos_ids=known_ids(meta, ends, vocab, checkpoint.warnings), name=name)
+        eos_ids=known_ids(meta, ends, vocab, checkpoint.warnings), name=name, **experts)
 
 
 def _architecture(meta: Fields) -> str:
@@ -73,6 +75,11 @@ def _architecture(meta: Fields) -> str:
         name = shown(arch).strip("'")
         raise meta.error(f"architecture {name} is not supported; these are: {SUPPORTED}")
     return arch
+
+
+def _named(arch: str, experts: bool) -> str:
+    """Our name of an architecture: files of Mixtral say llama."""
+    return {"llama": "mixtral" if experts else "llama", "qwen3moe": "qwen3_moe"}.get(arch, arch)
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -12,12 +12,15 @@ from typing import Any
 
 from mpillm.formats import float8
 from mpillm.models.config import ModelConfig, RopeScaling
+from mpillm.models.expert_figures import expert_figures
 from mpillm.models.fields import MAX_LAYERS, Fields, checked_rope, head_figures, known_ids, shown
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
-                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "mixtral",
+                 "Qwen3MoeForCausalLM": "qwen3_moe"}
 SUPPORTED = ", ".join(ARCHITECTURES)
-DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072,
+                     "qwen3_moe": 32768}
 DEFAULT_WINDOW = 4096
 ROPE_KINDS = {"default": "none", "linear": "linear", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
 
@@ -42,17 +45,20 @@ def hf_config(where: str, config: Mapping[str, Any], generation: Mapping[str, An
     stated = fields.positive("head_dim") if stated is not None else 128 if kind == "qwen3" else None
     head_dim = head_figures(fields, hidden, n_heads, n_kv_heads, stated)
     max_positions = fields.positive("max_position_embeddings", DEFAULT_POSITIONS[kind])
-    theta, rope = _rope(fields, max_positions)
-    biased = kind in ("llama", "qwen3") and fields.flag("attention_bias", False)
+    theta, rope = _rope(fields, max_positions, 1e6 if kind == "mixtral" else 1e4)
+    biased = kind in ("llama", "qwen3", "qwen3_moe") and fields.flag("attention_bias", False)
+    experts = expert_figures(fields, kind, n_layers)
     bos, eos = _special_ids(fields, Fields(where, generation), kind, vocab, warnings)
     return ModelConfig(
         architecture=kind, hidden=hidden, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
         head_dim=head_dim, intermediate=fields.positive("intermediate_size"), vocab=vocab,
-        max_positions=max_positions, rms_eps=fields.number("rms_norm_eps", 1e-6), rope_theta=theta,
+        max_positions=max_positions, rms_eps=fields.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
+        rope_theta=theta,
         rope=checked_rope(fields, theta, rope, head_dim),
         tied=fields.flag("tie_word_embeddings", False), qkv_bias=biased or kind == "qwen2",
         output_bias=biased, mlp_bias=kind == "llama" and fields.flag("mlp_bias", False),
-        qk_norm=kind == "qwen3", windows=_windows(fields, kind, n_layers), bos_id=bos, eos_ids=eos, name=name)
+        qk_norm=kind in ("qwen3", "qwen3_moe"), windows=_windows(fields, kind, n_layers), bos_id=bos, eos_ids=eos,
+        name=name, **experts)
 
 
 def _architecture(fields: Fields) -> str:
@@ -81,11 +87,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error(f"partial_rotary_factor {fields.get('partial_rotary_factor')} is not supported")
 
 
-def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling]:
+def _rope(fields: Fields, max_positions: int, base: float) -> tuple[float, RopeScaling]:
     """Base and scaling of the rotary frequencies; ``rope_scaling`` wins over ``rope_parameters``."""
     values = fields.mapping("rope_scaling") or _unnested(fields, fields.mapping("rope_parameters"))
     rope = Fields(f"{fields.where}: rope", values)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", base))
     named = rope.text("rope_type") or rope.text("type") or "default"
     if named not in ROPE_KINDS:
         known = ", ".join(ROPE_KINDS)
@@ -130,10 +136,11 @@ def _windows(fields: Fields, kind: str, n_layers: int) -> tuple[int | None, ...]
     if kind == "llama":
         return (None,) * n_layers
     window = None
-    if kind == "mistral" or fields.flag("use_sliding_window", False):
-        window = DEFAULT_WINDOW if fields.absent("sliding_window") else fields.get("sliding_window")
+    if kind in ("mistral", "mixtral") or fields.flag("use_sliding_window", False):
+        default = None if kind == "mixtral" else DEFAULT_WINDOW
+        window = default if fields.absent("sliding_window") else fields.get("sliding_window")
         window = None if window is None else fields.positive("sliding_window", DEFAULT_WINDOW)
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral", "qwen3_moe"):
         return (window,) * n_layers
     types = fields.get("layer_types")
     if types is None:
@@ -152,7 +159,7 @@ def _windows(fields: Fields, kind: str, n_layers: int) -> tuple[int | None, ...]
 def _special_ids(fields: Fields, generation: Fields, kind: str, vocab: int,
                  warnings: list[str]) -> tuple[int | None, tuple[int, ...]]:
     """Begin and end tokens, the union over both files; absent everywhere = the class's default."""
-    defaults = {"bos_token_id": [1], "eos_token_id": [2]} if kind in ("llama", "mistral") else {}
+    defaults = {"bos_token_id": [1], "eos_token_id": [2]} if kind in ("llama", "mistral", "mixtral") else {}
     found = {}
     for key in ("bos_token_id", "eos_token_id"):
         ids = fields.token_ids(key) + generation.token_ids(key)

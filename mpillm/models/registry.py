@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mpillm import kernels
 from mpillm.models import llama
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import QUANT_BLOCK, apart, memory_format, stored_slice
+from mpillm.models.load import PANEL, QUANT_BLOCK, apart, expert_names, expert_widths, memory_format, stored_slice
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Sizes, Span
 from mpillm.quant import recipe
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     "llama": llama.build, "mistral": llama.build, "qwen2": llama.build, "qwen3": llama.build,
+    "mixtral": llama.build, "qwen3_moe": llama.build,
 }
 
 _BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32,
           "q4_K": 148 / 256, "q6_K": 210 / 256}
 
 
-def layer_matrices(layer: int, group: str) -> tuple[str, ...]:
-    """Full names of the weights of one packed matrix of a layer."""
-    return tuple(f"{llama.LAYER.format(layer)}{name}.weight" for name in llama.MATRICES[group])
+@lru_cache(maxsize=4096)
+def layer_matrices(layer: int, group: str, experts: int = 0) -> tuple[str, ...]:
+    """Full names of the weights of one packed matrix of a layer; of ``experts`` where it has them."""
+    prefix = llama.LAYER.format(layer)
+    if experts and group == "gate_up":
+        return tuple(expert_names(prefix, experts, "gate") + expert_names(prefix, experts, "up"))
+    if experts and group == "down":
+        return tuple(expert_names(prefix, experts, "down"))
+    return tuple(f"{prefix}{name}.weight" for name in llama.MATRICES[group])
+
+
+def _matrices(config: ModelConfig, layer: int, group: str) -> tuple[str, ...]:
+    return layer_matrices(layer, group, config.experts if config.has_experts(layer) else 0)
 
 
 def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
     """The formats that the model's matrices will have in memory."""
-    groups = [layer_matrices(i, group) for i in range(config.n_layers) for group in llama.MATRICES if group != "qkv"]
+    groups = [_matrices(config, i, group) for i in range(config.n_layers) for group in llama.MATRICES if group != "qkv"]
     groups += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
     found = {memory_format(weights, group, asked) for group in groups}
     return found.union(*(qkv_formats(weights, i, asked) for i in range(config.n_layers)))
@@ -43,7 +55,7 @@ def qkv_formats(weights: Weights, layer: int, asked: str) -> tuple[str, ...]:
 def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     """The figures that the split depends on, with the bytes that a weight takes in memory."""
     def in_memory(group: str) -> list[str]:
-        return [memory_format(weights, layer_matrices(i, group), asked) for i in range(config.n_layers)]
+        return [memory_format(weights, _matrices(config, i, group), asked) for i in range(config.n_layers)]
 
     def mean(found: list[str]) -> float:
         return sum(_BYTES[name] for name in found) / len(found)
@@ -56,19 +68,24 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
     head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate=config.intermediate,
+        n_kv_heads=config.n_kv_heads, head_dim=config.head_dim,
+        intermediate=config.expert_intermediate if config.experts else config.intermediate,
         vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
         bytes_attn=sum(projections(qkv_formats(weights, i, asked)) for i in range(config.n_layers)) / config.n_layers,
         bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
-        bytes_vocab=_BYTES[memory_format(weights, [head], asked)])
+        bytes_vocab=_BYTES[memory_format(weights, [head], asked)], experts=config.experts,
+        experts_chosen=config.experts_chosen, dense_layers=len(config.dense),
+        dense_intermediate=config.intermediate if config.dense else 0)
 
 
 def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, asked: str, rank: int) -> int:
     """Bytes of packed weights and vectors that ``rank`` holds: what the loader will allocate, without reading."""
     share = partition.shares[rank]
     outputs = share.heads.size * config.head_dim + 2 * share.kv_columns.size
-    vectors = config.n_layers * _vector_values(config, outputs, share.columns.size) + config.hidden
-    return 4 * vectors + sum(nbytes for *_, nbytes in matrices(config, weights, share, asked))
+    columns = llama.dense_columns(config, share).size
+    vectors = config.n_layers * _vector_values(config, outputs, columns) + config.hidden
+    routers = sum(_router_bytes(config, weights, i, asked) for i in range(config.n_layers) if config.has_experts(i))
+    return 4 * vectors + routers + sum(nbytes for *_, nbytes in matrices(config, weights, share, asked))
 
 
 def matrices(config: ModelConfig, weights: Weights, share: Share,
@@ -81,13 +98,17 @@ def matrices(config: ModelConfig, weights: Weights, share: Share,
         return names, kind, kernels.packed_nbytes(kind, n, last - first, phase)
 
     q_rows, q_before = share.heads.size * config.head_dim, share.heads.start * config.head_dim
+    columns = llama.dense_columns(config, share)
     for i in range(config.n_layers):
         qkv, outputs = layer_matrices(i, "qkv"), (q_rows, share.kv_columns.size, share.kv_columns.size)
         for kind, run in apart(weights, qkv, asked):
             yield packed(qkv[run.start:run.stop], sum(outputs[run.start:run.stop]), config.hidden, kind=kind)
         yield packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
-        yield packed(layer_matrices(i, "gate_up"), 2 * share.columns.size, config.hidden)
-        yield packed(layer_matrices(i, "down"), config.hidden, share.columns.size, share.columns.start)
+        if config.has_experts(i):
+            yield from _experts(config, weights, i, share, asked)
+        else:
+            yield packed(layer_matrices(i, "gate_up"), 2 * columns.size, config.hidden)
+            yield packed(layer_matrices(i, "down"), config.hidden, columns.size, columns.start)
     for name in ["model.embed_tokens.weight"] + ([] if config.tied else ["lm_head.weight"]):
         yield packed([name], share.vocab.size, config.hidden)
 
@@ -120,6 +141,24 @@ def matched(config: ModelConfig, weights: Weights, partition: Partition, asked: 
     named = {**dict(stated.rules), recipe.DEFAULT: stated.default}
     return tuple(Matched(rule, named[rule], tuple(sorted(kinds[rule])), len(tensors[rule]), nbytes[rule])
                  for rule in kinds)
+
+
+def _experts(config: ModelConfig, weights: Weights, layer: int, share: Share,
+             asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
+    """The same of one layer's experts, without the router."""
+    gate_up, down = (_matrices(config, layer, group) for group in ("gate_up", "down"))
+    kind, down_kind = (memory_format(weights, names, asked) for names in (gate_up, down))
+    width, k_down = expert_widths(down_kind, share.columns.size)
+    k, height = stored_slice(kind, Span(0, config.hidden))[1], -(-config.hidden // PANEL) * PANEL
+    phase = stored_slice(down_kind, share.columns)[2]
+    yield gate_up, kind, kernels.packed_nbytes(kind, 2 * config.experts * width, k)
+    yield down, down_kind, kernels.packed_nbytes(down_kind, config.experts * height, k_down, phase)
+
+
+def _router_bytes(config: ModelConfig, weights: Weights, layer: int, asked: str) -> int:
+    """Bytes of one layer's router, float32, on every rank."""
+    kind = memory_format(weights, _matrices(config, layer, "gate_up"), asked)
+    return kernels.packed_nbytes("f32", config.experts, stored_slice(kind, Span(0, config.hidden))[1])
 
 
 def _vector_values(config: ModelConfig, qkv_rows: int, columns: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from mpillm.errors import ModelError
 from mpillm.formats.checkpoint import Checkpoint, Rows, TensorInfo
 from mpillm.models.config import ModelConfig
+from mpillm.models.expert_names import Place, expert_shapes, is_expert, places
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -27,17 +28,18 @@ _HARMLESS = ("rope_freqs.weight", ".attn_rot_embd", "rotary_emb.inv_freq", "rota
              "rotary_emb.sin_cached", "masked_bias", ".input_scale", ".k_scale", ".v_scale")
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
     """Names within a layer, and the shapes (outputs, inputs) that the figures give."""
     c = config
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     matrices = {
         "self_attn.q_proj": (q, c.hidden, c.qkv_bias), "self_attn.k_proj": (kv, c.hidden, c.qkv_bias),
         "self_attn.v_proj": (kv, c.hidden, c.qkv_bias), "self_attn.o_proj": (c.hidden, q, c.output_bias),
-        "mlp.gate_proj": (c.intermediate, c.hidden, c.mlp_bias),
-        "mlp.up_proj": (c.intermediate, c.hidden, c.mlp_bias),
-        "mlp.down_proj": (c.hidden, c.intermediate, c.mlp_bias),
     }
+    if not c.has_experts(layer):
+        matrices |= {"mlp.gate_proj": (c.intermediate, c.hidden, c.mlp_bias),
+                     "mlp.up_proj": (c.intermediate, c.hidden, c.mlp_bias),
+                     "mlp.down_proj": (c.hidden, c.intermediate, c.mlp_bias)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (n_out, n_in, biased) in matrices.items():
         shapes[name + ".weight"] = (n_out, n_in)
@@ -46,14 +48,14 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (c.hidden,)
     if c.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (c.head_dim,)
-    return shapes
+    return shapes | (expert_shapes(c) if c.has_experts(layer) else {})
 
 
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a model of these figures computes with."""
     yield EMBEDDING, (config.vocab, config.hidden)
     for i in range(config.n_layers):
-        for name, shape in layer_shapes(config).items():
+        for name, shape in layer_shapes(config, i).items():
             yield f"model.layers.{i}.{name}", shape
     yield NORM, (config.hidden,)
     if not config.tied:
@@ -70,10 +72,19 @@ class Weights:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.checkpoint, self.config = checkpoint, config
         self._shapes = dict(expected(config))
+        self._kinds: dict[tuple[str, ...], frozenset[str]] = {}
+        self._places = {name: self._place(name) for name in self._shapes if is_expert(name)}
         self._stored = {name: stored for name in self._shapes
                         if (stored := self._stored_name(name)) in checkpoint.tensors}
 
+    def _place(self, name: str) -> Place:
+        """Where the file has a tensor of experts, or would be expected to have it."""
+        found = places(self.config, self.checkpoint.kind, name)
+        return next((place for place in found if place.name in self.checkpoint.tensors), found[0])
+
     def _stored_name(self, name: str) -> str:
+        if name in self._places:
+            return self._places[name].name
         if self.checkpoint.kind == "gguf":
             return gguf_name(name)
         # transformers ties to whichever of the two is there
@@ -100,7 +111,14 @@ class Weights:
 
     def info(self, name: str) -> TensorInfo:
         """Shape and stored type of a tensor."""
-        return dataclasses.replace(self.checkpoint.tensors[self._find(name)], name=name)
+        info = self.checkpoint.tensors[self._find(name)]
+        return dataclasses.replace(info, name=name, shape=self._shapes[name] if name in self._places else info.shape)
+
+    def dtypes(self, names: tuple[str, ...]) -> frozenset[str]:
+        """The stored types of several tensors; a layer's experts are many and are asked for often."""
+        if names not in self._kinds:
+            self._kinds[names] = frozenset(self.checkpoint.tensors[self._find(name)].dtype for name in names)
+        return self._kinds[names]
 
     def read(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
         """float32 [rows, cols], or [rows] of a tensor with one axis; None: all."""
@@ -126,6 +144,7 @@ class Weights:
                     continue
                 raise ModelError(f"{self.checkpoint.path}: tensor {self._named(name)} is missing")
             found = self.checkpoint.tensors[stored].shape
+            shape = self._places[name].shape if name in self._places else shape
             if found != shape:
                 raise ModelError(f"{self.checkpoint.file_of(stored)}: tensor {self._named(name)} has shape "
                                  f"{found}, but the model's figures give {shape}")
@@ -169,10 +188,18 @@ class Weights:
     def _rows(self, name: str, rows: Rows) -> Rows:
         """Rows of the file for ``rows`` in Hugging Face order.
 
-        Files of architecture llama hold the rows of q and k, and their biases, with rotary pairs as
-        neighbours: row 2 j + t of a head is Hugging Face's t * head_dim / 2 + j.
+        Files of architecture llama (Mixtral's too) hold the rows of q and k, and their biases, with rotary pairs as
+        neighbours: row 2 j + t of a head is Hugging Face's t * head_dim / 2 + j. Of experts that share a tensor, each
+        one's begin at its place.
         """
-        if self.checkpoint.kind != "gguf" or self.config.architecture != "llama":
+        if name in self._places:
+            place, n = self._places[name], self._shapes[name][0]
+            if place.first == 0 and len(place.shape) == 2:
+                return rows
+            rows = range(n) if rows is None else rows
+            return range(rows.start + place.first, rows.stop + place.first, rows.step) if isinstance(rows, range) else \
+                np.asarray(rows, np.int64) + place.first
+        if self.checkpoint.kind != "gguf" or self.config.architecture not in ("llama", "mixtral"):
             return rows
         if ".self_attn.q_proj." not in name and ".self_attn.k_proj." not in name:
             return rows

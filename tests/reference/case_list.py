@@ -9,7 +9,8 @@ from cases import VOCAB, Case
 
 def old(kind: str, heads: tuple[int, int | None], hidden: int, intermediate: int = 160, **more: Any) -> dict[str, Any]:
     """A config.json as transformers 4 writes it (rope_theta, rope_scaling, torch_dtype)."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+             "qwen3_moe": "Qwen3Moe"}
     config = {
         "architectures": [names[kind] + "ForCausalLM"], "model_type": kind, "hidden_act": "silu",
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2,
@@ -68,6 +69,15 @@ CASES = [
     Case("window", old("mistral", (6, 2), 96, sliding_window=8, head_dim=16), dtype="BF16"),
     Case("window_late", old("qwen2", (6, 2), 96, sliding_window=8, use_sliding_window=True, max_window_layers=1),
          bias=1.0),
+    # Experts: five of them, columns that are no whole blocks; dense layers between, weights that do not add up to 1.
+    Case("experts", old("mixtral", (6, 2), 96, 72, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+         dtype="BF16"),
+    Case("experts_normed", new("qwen3_moe", (8, 2), 64, head_dim=16, num_experts=16, num_experts_per_tok=4,
+                               moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1,
+                               use_sliding_window=False)),
+    Case("experts_dense", old("qwen3_moe", (6, 2), 96, 100, head_dim=16, num_hidden_layers=4, num_experts=6,
+                              num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=False,
+                              mlp_only_layers=[3], decoder_sparse_step=2, sliding_window=8, use_sliding_window=True)),
     Case("window_off", new("mistral", (8, 4), 64, sliding_window=None, tie_word_embeddings=True), dtype="F16"),
 ]
 BY_NAME = {case.name: case for case in CASES}

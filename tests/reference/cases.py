@@ -48,15 +48,46 @@ def figures(config: dict[str, Any]) -> dict[str, Any]:
         "intermediate": config["intermediate_size"], "vocab": config["vocab_size"],
         "tied": config.get("tie_word_embeddings", False),
         "qkv_bias": config.get("attention_bias", False) or config["model_type"] == "qwen2",
-        "o_bias": config.get("attention_bias", False) and config["model_type"] in ("llama", "qwen3"),
-        "mlp_bias": config.get("mlp_bias", False), "qk_norm": config["model_type"] == "qwen3",
+        "o_bias": config.get("attention_bias", False) and config["model_type"] in ("llama", "qwen3", "qwen3_moe"),
+        "mlp_bias": config.get("mlp_bias", False), "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
+        **expert_figures(config),
     }
+
+
+def expert_figures(config: dict[str, Any]) -> dict[str, Any]:
+    """How many experts a layer has, how many a token takes, how wide they are, and which layers are dense."""
+    if config["model_type"] == "mixtral":
+        return {"experts": config["num_local_experts"], "chosen": config["num_experts_per_tok"], "normed": True,
+                "expert_width": config["intermediate_size"], "dense": []}
+    if config["model_type"] == "qwen3_moe":
+        step = config.get("decoder_sparse_step", 1)
+        dense = [i for i in range(config["num_hidden_layers"]) if i in config["mlp_only_layers"] or (i + 1) % step]
+        return {"experts": config["num_experts"], "chosen": config["num_experts_per_tok"],
+                "normed": config["norm_topk_prob"], "expert_width": config["moe_intermediate_size"], "dense": dense}
+    return {"experts": 0, "chosen": 0, "normed": True, "expert_width": 0, "dense": []}
+
+
+def feed_forward(config: dict[str, Any], layer: int) -> list[tuple[str, int, int, bool]]:
+    """(name, outputs, inputs, biased) of a layer's feed-forward matrices: the dense ones, or the router and experts."""
+    f = figures(config)
+    hidden, wide = f["hidden"], f["intermediate"]
+    if not f["experts"] or layer in f["dense"]:
+        return [("mlp.gate_proj", wide, hidden, f["mlp_bias"]), ("mlp.up_proj", wide, hidden, f["mlp_bias"]),
+                ("mlp.down_proj", hidden, wide, f["mlp_bias"])]
+    block, *names = ("block_sparse_moe", "w1", "w3", "w2") if config["model_type"] == "mixtral" else \
+        ("mlp", "gate_proj", "up_proj", "down_proj")
+    out = [(f"{block}.gate", f["experts"], hidden, False)]
+    for e in range(f["experts"]):
+        for name, n, k in zip(names, (f["expert_width"], f["expert_width"], hidden),
+                              (hidden, hidden, f["expert_width"]), strict=True):
+            out.append((f"{block}.experts.{e}.{name}", n, k, False))
+    return out
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in the file's order."""
     f = figures(config)
-    hidden, wide, q, kv = f["hidden"], f["intermediate"], f["heads"] * f["head_dim"], f["kv_heads"] * f["head_dim"]
+    hidden, q, kv = f["hidden"], f["heads"] * f["head_dim"], f["kv_heads"] * f["head_dim"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (f["vocab"], hidden)}
     for i in range(f["layers"]):
         at = f"model.layers.{i}."
@@ -64,10 +95,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for name, n, k, bias in (("self_attn.q_proj", q, hidden, f["qkv_bias"]),
                                  ("self_attn.k_proj", kv, hidden, f["qkv_bias"]),
                                  ("self_attn.v_proj", kv, hidden, f["qkv_bias"]),
-                                 ("self_attn.o_proj", hidden, q, f["o_bias"]),
-                                 ("mlp.gate_proj", wide, hidden, f["mlp_bias"]),
-                                 ("mlp.up_proj", wide, hidden, f["mlp_bias"]),
-                                 ("mlp.down_proj", hidden, wide, f["mlp_bias"])):
+                                 ("self_attn.o_proj", hidden, q, f["o_bias"]), *feed_forward(config, i)):
             out[f"{at}{name}.weight"] = (n, k)
             if bias:
                 out[f"{at}{name}.bias"] = (n,)

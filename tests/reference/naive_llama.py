@@ -1,7 +1,7 @@
 """The slow, obvious twin of the whole model: one sequence, plain numpy, no cache tricks, any float width.
 
 Sources: the Llama family as transformers 5 computes it (modeling_llama, _mistral, _qwen2, _qwen3,
-modeling_rope_utils), read once and written anew from the formulas.
+_mixtral, _qwen3_moe, modeling_rope_utils), read once and written anew from the formulas.
 Shapes: T rows (positions), H query heads, D head width; weights are [out, in] as in the files.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import figures, read_safetensors
+from cases import feed_forward, figures, read_safetensors
 
 
 class NaiveLlama:
@@ -45,9 +45,27 @@ class NaiveLlama:
             h = self.norm(x, at + "input_layernorm")
             x = x + self.attention(h, at + "self_attn.", cos, sin, self.windows[layer])
             h = self.norm(x, at + "post_attention_layernorm")
-            gate, up = self.linear(h, at + "mlp.gate_proj"), self.linear(h, at + "mlp.up_proj")
-            x = x + self.linear(gate / (1 + np.exp(-gate)) * up, at + "mlp.down_proj")
+            x = x + self.feed_forward(h, layer, at)
         return self.head(self.norm(x, "model.norm"))
+
+    def feed_forward(self, h: np.ndarray, layer: int, at: str) -> np.ndarray:
+        if not self.f["experts"] or layer in self.f["dense"]:
+            return self.gated(h, *(f"{at}mlp.{part}_proj" for part in ("gate", "up", "down")))
+        (router, *_), *experts = feed_forward(self.config, layer)
+        logits = self.linear(h, at + router)
+        power = np.exp(logits - logits.max(axis=1, keepdims=True))
+        out = np.zeros_like(h)
+        for row in range(len(h)):
+            best = sorted(np.argsort(-logits[row], kind="stable")[:self.f["chosen"]])
+            total = power[row, best].sum() if self.f["normed"] else power[row].sum()
+            for e in best:
+                names = (at + name for name, *_ in experts[3 * e:3 * e + 3])
+                out[row] += power[row, e] / total * self.gated(h[row:row + 1], *names)[0]
+        return out
+
+    def gated(self, h: np.ndarray, gate: str, up: str, down: str) -> np.ndarray:
+        g = self.linear(h, gate)
+        return self.linear(g / (1 + np.exp(-g)) * self.linear(h, up), down)
 
     def head(self, x: np.ndarray) -> np.ndarray:
         return x @ self.w["model.embed_tokens.weight" if self.f["tied"] else "lm_head.weight"].T
@@ -113,9 +131,9 @@ class NaiveLlama:
 
 def window_of(config: dict[str, Any], layer: int) -> int | None:
     """The sliding window of a layer, None for all positions."""
-    if config["model_type"] == "mistral":
-        return config.get("sliding_window", 4096)
-    if not config.get("use_sliding_window") or layer < config["max_window_layers"]:
+    if config["model_type"] in ("mistral", "mixtral"):
+        return config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
+    if not config.get("use_sliding_window") or layer < config.get("max_window_layers", 0):
         return None
     return config["sliding_window"]
 

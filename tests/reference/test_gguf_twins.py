@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from case_list import BY_NAME, new
+from case_list import BY_NAME, new, old
 from cases import DECODE, Case, prompts, read_safetensors, write_folder
 from comparing import check, run_case, same_bits
 from naive_llama import NaiveLlama, llama3
@@ -52,6 +52,21 @@ def test_long_context_factors_in_a_tensor_of_their_own(tmp_path):
 @pytest.mark.parametrize("kind, ranks", [("F16", 1), ("Q8_0", 4), ("Q4_0", 2), ("Q4_1", 3)])
 def test_quantised_tensors_are_what_they_dequantise_to(kind, ranks, tmp_path):
     case, path = replace(BY_NAME["tiny"], lengths=(6, 30)), tmp_path / "model.gguf"
+    tensors = write_gguf(case.config, tensors_of(case, tmp_path), path, kind)
+    wanted = expected(case, tensors)
+    check(run_case(tmp_path, path, wanted, ranks), wanted)
+
+
+EXPERTS = Case("gguf_experts", new("qwen3_moe", (4, 2), 64, head_dim=16, num_experts=8, num_experts_per_tok=2,
+                                   moe_intermediate_size=96, norm_topk_prob=True, mlp_only_layers=[],
+                                   decoder_sparse_step=1, use_sliding_window=False), lengths=(6, 20))
+WIDE_EXPERTS = Case("wide_experts", old("mixtral", (4, 2), 256, 512, num_local_experts=4, num_experts_per_tok=2,
+                                        sliding_window=None), lengths=(5, 20))
+
+
+@pytest.mark.parametrize("case, kind, ranks", [(EXPERTS, "Q8_0", 2), (WIDE_EXPERTS, "Q4_K", 3)])
+def test_experts_in_one_tensor(case, kind, ranks, tmp_path):
+    path = tmp_path / "model.gguf"
     tensors = write_gguf(case.config, tensors_of(case, tmp_path), path, kind)
     wanted = expected(case, tensors)
     check(run_case(tmp_path, path, wanted, ranks), wanted)

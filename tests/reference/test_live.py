@@ -22,7 +22,8 @@ from recorded import Recorded  # noqa: E402
 
 SEED = int(os.environ.get("MPILLM_LIVE_SEED") or random.randrange(10**9))
 CASES = [("tiny", 3), ("ratio1", 9), ("ratio4", 5), ("ratio7", 4), ("wide_head", 2), ("norms_bias", 8), ("biases", 9),
-         ("linear", 1), ("dynamic", 2), ("yarn5", 3), ("llama3", 1), ("window", 4), ("window_late", 2), ("equal13", 13)]
+         ("linear", 1), ("dynamic", 2), ("yarn5", 3), ("llama3", 1), ("window", 4), ("window_late", 2), ("equal13", 13),
+         ("experts", 2), ("experts_normed", 6), ("experts_dense", 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +50,19 @@ def test_fresh_weights_and_prompts(name, ranks, tmp_path):
         same_bits(redundant, allgather, [f"p{i}" for i in range(len(prompts))])
 
 
-@pytest.mark.parametrize("kind, ranks", [("Llama", 2), ("Mistral", 3), ("Qwen2", 1), ("Qwen3", 5)])
+@pytest.mark.parametrize("kind, ranks", [("Llama", 2), ("Mistral", 3), ("Qwen2", 1), ("Qwen3", 5), ("Mixtral", 4),
+                                         ("Qwen3Moe", 3)])
 def test_models_that_transformers_initialised_and_saved(kind, ranks, tmp_path):
     """Nothing of ours in between: transformers draws the weights, writes the folder, and computes."""
     torch.manual_seed(SEED)
     torch.set_grad_enabled(False)
+    experts = {"Mixtral": {"num_local_experts": 6}, "Qwen3Moe": {
+        "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}}
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCAB, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=512, head_dim=16, initializer_range=0.2,
-        attn_implementation="eager", bos_token_id=1, eos_token_id=2, pad_token_id=None)
+        attn_implementation="eager", bos_token_id=1, eos_token_id=2, pad_token_id=None,
+        **experts.get(kind, {}))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

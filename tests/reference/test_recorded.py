@@ -15,7 +15,7 @@ from comparing import check, run_case, same_bits
 from make_checkpoints import DATA, SAVED
 from recorded import load_recorded
 
-RANKS = (1, 2, 3, 4, 5, 8, 9, 13)
+RANKS = (1, 2, 3, 4, 5, 6, 8, 9, 13)
 BOTH, OWN, GIVEN = ("redundant", "allgather"), ("redundant",), ("allgather",)
 # Who runs in `make test`: the modes by case and rank count. A start of a rank takes seconds, so they are few.
 CHOSEN = {
@@ -24,7 +24,8 @@ CHOSEN = {
     "equal13": {3: OWN}, "wide28": {5: GIVEN}, "wide_head": {3: OWN}, "norms": {3: BOTH}, "norms_bias": {4: GIVEN},
     "biases": {3: BOTH, 13: GIVEN}, "biases13": {5: OWN}, "linear": {1: OWN}, "dynamic": {2: OWN}, "dynamic5": {1: OWN},
     "yarn": {2: OWN}, "yarn5": {1: OWN}, "llama3": {2: OWN}, "window": {3: OWN}, "window_late": {1: OWN},
-    "window_off": {1: OWN},
+    "window_off": {1: OWN}, "experts": {1: OWN, 3: BOTH, 6: GIVEN}, "experts_normed": {2: OWN, 4: GIVEN},
+    "experts_dense": {3: GIVEN},
 }
 
 
@@ -87,7 +88,7 @@ def test_folders_that_transformers_wrote(name, tmp_path):
     check(run_case(tmp_path, DATA / f"saved_{name}", prompts, 2), prompts)
 
 
-@pytest.mark.parametrize("name, ranks", [("tiny", 3), ("dynamic", 1), ("window_late", 2)])
+@pytest.mark.parametrize("name, ranks", [("tiny", 3), ("dynamic", 1), ("window_late", 2), ("experts", 2)])
 def test_neither_batch_nor_chunks_nor_replicas_change_a_bit(name, ranks, tmp_path):
     prompts = load_recorded(name)
     model = write_folder(BY_NAME[name], tmp_path / "model")

@@ -22,8 +22,11 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
 }
+EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def gguf_name(name: str) -> str:
@@ -75,7 +78,7 @@ def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Pat
     the HF name. ``writer`` goes to GGUFWriter.
     """
     f, arch = figures(config), architecture or config["model_type"]
-    arch = "llama" if arch == "mistral" else arch
+    arch = ARCHITECTURES.get(arch, arch)
     out = gguf.GGUFWriter(path, arch, **writer)
     out.add_name("tiny")
     out.add_context_length(config["max_position_embeddings"])
@@ -90,8 +93,14 @@ def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Pat
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     out.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     out.add_vocab_size(f["vocab"])
+    if f["experts"]:
+        out.add_expert_count(f["experts"])
+        out.add_expert_used_count(f["chosen"])
+        if arch != "llama":
+            out.add_expert_feed_forward_length(f["expert_width"])
     add_tokenizer(out, tokenizer or {})
-    seen = {}
+    seen: dict[str, np.ndarray] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
     for name, x in tensors.items():
         if name in skip:
             continue
@@ -101,6 +110,14 @@ def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Pat
         data, used = stored(name, interleave(x, heads) if turned else x, gguf.GGMLQuantizationType[own])
         back = gguf.quants.dequantize(data, used).reshape(x.shape).astype(np.float32)
         seen[name] = deinterleave(back, heads) if turned else back
+        if ".experts." in name:
+            *_, layer, _, _, number, part, _ = name.split(".")
+            stack = stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[part]}_exps.weight", [])
+            assert len(stack) == int(number), "experts come in order"
+            stack.append(data)
+            if len(stack) == f["experts"]:
+                out.add_tensor(f"blk.{layer}.ffn_{EXPERTS[part]}_exps.weight", np.stack(stack), raw_dtype=used)
+            continue
         out.add_tensor(gguf_name(name), data, raw_dtype=used)
     for name, data in (extra or {}).items():
         out.add_tensor(name, data)

@@ -107,7 +107,7 @@ def test_impossible_values_are_named(changes, words):
 
 
 @pytest.mark.parametrize("changes", [
-    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, {"architectures": ["LlamaModel"]},
+    {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, {"architectures": ["LlamaModel"]},
     {"architectures": ..., "model_type": "gpt2"}, {"architectures": ..., "model_type": ...},
     {"architectures": "LlamaForCausalLM "}, {"architectures": [5]}, {"architectures": {"a": 1}},
     {"architectures": [["x"]]}, {"model_type": "qwen2"}, {"architectures": ["X\n" * 999]},
@@ -277,7 +277,8 @@ def test_gguf_has_the_figures_of_the_folder(tmp_path):
     ({"general.architecture": "grok"}, "architecture grok is not supported; these are: llama, qwen2, qwen3"),
     ({"general.architecture": None}, "general.architecture is missing"),
     ({"general.type": "adapter"}, "holds a 'adapter'"),
-    ({"llama.expert_count": 8}, "architecture llama with 8 experts"),
+    ({"llama.expert_count": 8}, "expert_used_count is missing"),
+    ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "expert_used_count is 9, but there are 8 experts"),
     ({"llama.block_count": 0}, "block_count is 0"), ({"llama.block_count": 2 ** 31}, "block_count is 2147483648"),
     ({"llama.attention.head_count_kv": 4}, "6 query heads cannot share 4"),
     ({"llama.attention.head_count_kv": 0}, "head_count_kv is 0"),
