@@ -1,4 +1,4 @@
-"""The speeds of `mpillm bench model` as a picture: tokens/s over batch for each depth, with the machine's limit."""
+"""Pictures: the speeds of `mpillm bench model` over batch with the machine's limit, and those of `mpillm plan`."""
 
 from __future__ import annotations
 
@@ -54,3 +54,39 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         figure.suptitle(f"{first['model']}, {first['weights']}, {first['n_ranks']} rank(s) x {first['n_threads']} "
                         f"thread(s), {first['bandwidth'] / 1e9:.1f} GB/s")
     figure.savefig(path, format=_kind(path), dpi=120)
+
+
+def draw_plan(found: dict[str, Any], path: str) -> None:
+    """Memory and cache of the fullest rank over the ranks of a replica, by mode; decode speed if predicted.
+
+    Raises OSError.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    fast = found["predicted"] is not None
+    panels = [("needed_bytes", 2**30, "GiB on the fullest rank"), ("kv_bytes_per_token", 2**10, "KiB of cache a token")]
+    panels += [("decode_tokens_per_s", 1, "decode tokens/s of all replicas")] if fast else []
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    styles = ("o-", "s--", "^:", "v-.", "D--", "x:")
+    modes = list(dict.fromkeys(row["mode"] for row in found["table"]))
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (key, unit, label) in zip(drawn, panels, strict=True):
+        for number, mode in enumerate(modes):
+            rows = [row for row in found["table"] if row["mode"] == mode]
+            axes.plot([row["tp"] for row in rows], [row[key] / unit for row in rows], styles[number % len(styles)],
+                      label=mode)
+        if key == "needed_bytes" and found["memory"] is not None:
+            axes.axhline(found["memory"]["per_rank"] / unit, color="gray", label="memory of a rank")
+        ticks = sorted({row["tp"] for row in found["table"]})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xlabel("ranks of a replica")
+        axes.set_ylabel(label)
+        axes.grid(True, which="both", alpha=0.3)
+    drawn[0].legend()
+    figure.suptitle(f"{found['model']['name']}, {', '.join(found['weights'])}, {found['batch']} sequence(s) of "
+                    f"{found['context']} positions, cache {found['kv_type']}")
+    figure.savefig(path, format=_kind(path), dpi=90)

@@ -19,6 +19,7 @@ commands:
   show        a short table of a run's results: mpillm show out.h5
   doctor      what a run would find on this machine, and what stands in its way
   bench       the machine's limits and a model's speed against them: mpillm bench machine | model
+  plan        what ranks would hold and how fast they would be, before queuing: mpillm plan --model M --ranks 32
   split       one part of a prompts file, for an array of jobs: mpillm split --prompts in.jsonl --part 1/8 ..
   merge       their results as one file: mpillm merge --prompts in.jsonl --output all.results.jsonl p*.results.jsonl
 
@@ -56,6 +57,12 @@ def _perplexity(argv: list[str]) -> int:
     return main(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from mpillm.cli.plan import plan
+
+    return plan(argv)
+
+
 def _split(argv: list[str]) -> int:
     from mpillm.cli.merge import split
 
@@ -69,8 +76,8 @@ def _merge(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run, "perplexity": _perplexity, "show": _show, "doctor": _doctor, "bench": _bench, "split": _split,
-    "merge": _merge}
+    "run": _run, "perplexity": _perplexity, "show": _show, "doctor": _doctor, "bench": _bench, "plan": _plan,
+    "split": _split, "merge": _merge}
 
 
 def command(argv: list[str]) -> int:

@@ -295,6 +295,7 @@ def load(world: collectives.World, settings: RunConfig, job: Job, split: setup.S
          replica: collectives.Replica | None, weights: Weights) -> setup.LoadedModel | None:
     """This rank's part of the model; None on an idle rank. An error on one rank is raised on all."""
     began = time.perf_counter()
+    guard.board().say("making the exchange of K and V")
     gather = replica.row(split.partition) if replica is not None else None
     model = world.agree_all(lambda: None if replica is None else setup.load_model(
         settings, job.model, weights, split, replica.rank, replica, gather))
@@ -325,6 +326,7 @@ def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hol
     if stopped:
         write_expired(settings.errors_path, hold.prompts.lines(), finished(job.parts).indices)
         LOG.warning("stopped by %s: %d of %d lines expired: %s", why, count - n_done, count, settings.errors_path)
+    assert stopped or n_done == count, f"{count - n_done} of {count} lines are missing, their parts lie in {job.parts}"
     summary = hold.outputs.finish(_header(world, settings, job, split, hold), settings.results_order,
                                   expected=[path for own in journals for path in own])
     if summary["failed"]:

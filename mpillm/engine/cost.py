@@ -84,6 +84,10 @@ class Candidate:
     free: int                    # bytes that are left for the cache with the weights loaded; negative: they do not fit
     sums: int                    # over the ranks, in a step
     row_bytes: int               # of a row in such a sum
+    attention_products: float = 0.0    # multiply-adds of one row and one position; 0: as fast as the cache is read
+    swaps: int = 0               # exchanges within a KV row, in a step
+    swap_ranks: int = 1          # that take part in one
+    swap_bytes: float = 0.0      # of a row in one, on average
 
     @property
     def name(self) -> str:
@@ -101,14 +105,33 @@ def batch_of(candidate: Candidate, work: Work) -> int:
     return own if not each else min(own, int(candidate.free // each))
 
 
-def step_seconds(candidate: Candidate, machine: Machine, rows: float, heads: float, context: float) -> float:
-    """A step of ``rows`` rows, of which ``heads`` want logits, over ``context`` positions in the cache together."""
+def step_terms(candidate: Candidate, machine: Machine, rows: float, heads: float, context: float,
+               pairs: float | None = None) -> dict[str, float]:
+    """Seconds of a step by what it has to do: see ``step_seconds``, which adds them.
+
+    'weights' (reading them) and 'products' happen together, so do 'cache' (reading it) and 'attention'.
+    ``pairs``: of a row and a position that it attends to; None: one row for each position.
+    """
     multiplying = 2 * (rows * candidate.products + heads * candidate.head_products) / (machine.operations * REACHED)
-    products = max(candidate.read_bytes / machine.read, multiplying)
-    attention = context * candidate.cache_bytes / machine.read
+    attending = 2 * (context if pairs is None else pairs) * candidate.attention_products
     sums = candidate.sums * machine.exchange(candidate.tp, rows * candidate.row_bytes)
     sampling = 2 * machine.exchange(candidate.tp, 0)
-    return products + attention + sums + sampling + STEP_SECONDS
+    swaps = candidate.swaps * machine.exchange(candidate.swap_ranks, rows * candidate.swap_bytes)
+    return {"weights": candidate.read_bytes / machine.read, "products": multiplying,
+            "cache": context * candidate.cache_bytes / machine.read,
+            "attention": attending / (machine.operations * REACHED),
+            "exchanges": sums + sampling + swaps, "rest": STEP_SECONDS}
+
+
+def step_seconds(candidate: Candidate, machine: Machine, rows: float, heads: float, context: float) -> float:
+    """A step of ``rows`` rows, of which ``heads`` want logits, over ``context`` positions in the cache together."""
+    return total_seconds(step_terms(candidate, machine, rows, heads, context))
+
+
+def total_seconds(terms: dict[str, float]) -> float:
+    """Of ``step_terms``: what happens together counts once, by the longer of the two."""
+    return (max(terms["weights"], terms["products"]) + max(terms["cache"], terms["attention"]) + terms["exchanges"]
+            + terms["rest"])
 
 
 def tokens_per_second(candidate: Candidate, machine: Machine, work: Work) -> float | None:

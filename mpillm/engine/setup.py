@@ -98,14 +98,18 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
 
 
-def activation_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
-    """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows."""
+def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
+    """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
+
+    ``threads`` of a rank; None: those that the kernels have here.
+    """
+    threads = kernels.threads() if threads is None else threads
     rows = room_for(run.prefill_chunk + run.max_batch)
     widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
-    return 4 * rows * (widest + kernels.threads() * own + share.vocab.size) + kernels.threads() * widened + slots
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:

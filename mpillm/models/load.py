@@ -17,6 +17,8 @@ from mpillm import kernels
 from mpillm.errors import ModelError
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
 from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
+from mpillm.machine import signals
+from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
 from mpillm.models.expert_names import ROUTER
 from mpillm.models.weights import Weights
@@ -28,7 +30,7 @@ LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
 QUANT_BLOCK, PANEL = 32, 16
 
 # Stored types that have kernels of their own
-_KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
+KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
          "Q6_K": "q6_K"}
 _SUPER_BLOCKS = ("q4_K", "q6_K")
 
@@ -41,7 +43,7 @@ def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
     """
     if asked != "auto":
         return asked
-    kept = {_KEPT.get(dtype, "bf16") for dtype in weights.dtypes(tuple(names))}
+    kept = {KEPT.get(dtype, "bf16") for dtype in weights.dtypes(tuple(names))}
     if len(kept) == 1:
         return kept.pop()
     return "bf16" if kept <= {"bf16", *kernels.QUANTISED} else "f32"
@@ -212,6 +214,8 @@ class Loader:
               height: int = 0) -> kernels.PackedMatrix:
         """Stream the pieces into a matrix; each is followed by zeros up to ``height`` rows, if it has fewer."""
         for piece, at, raw, values in _ahead(self._chunks(packer, pieces, columns)):
+            board().say(f"reading {piece.name}")
+            signals.check("while weights were read")
             if raw:
                 packer.put_raw(at, values, piece.tensor)
             else:
@@ -230,7 +234,7 @@ class Loader:
         """Where rows come to stand, whether they are stored blocks, and these or their values, a chunk at a time."""
         step = max(PANEL, CHUNK_BYTES // (4 * max(1, len(columns))) // PANEL * PANEL)
         for piece in pieces:
-            stored_as = _KEPT.get(self.weights.info(piece.name).dtype)
+            stored_as = KEPT.get(self.weights.info(piece.name).dtype)
             raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(columns) == packer.k
             for first in range(piece.rows.start, piece.rows.stop, step):
                 rows = range(first, min(first + step, piece.rows.stop))
