@@ -174,9 +174,11 @@ class Dense:
 
     def figures(self) -> dict[str, Any]:
         model = self._model
+        experts = {"experts": model.experts, "for a token": model.experts_chosen} if model.experts else {}
         return {"architecture": model.architecture, "layers": model.n_layers, "hidden": model.hidden,
                 "query heads": model.n_heads, "KV heads": model.n_kv_heads, "head size": model.head_dim,
-                "feed-forward": model.intermediate, "vocabulary": model.vocab}
+                "feed-forward": model.expert_intermediate or model.intermediate, **experts,
+                "vocabulary": model.vocab}
 
     def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
         model, run = self._model, asked.run(mode.kv_mode)
