@@ -175,19 +175,22 @@ class Dense:
 
     def figures(self) -> dict[str, Any]:
         model = self._model
+        experts = {"experts": model.experts, "for a token": model.experts_chosen} if model.experts else {}
         return {"architecture": model.architecture, "layers": model.n_layers, "hidden": model.hidden,
                 "query heads": model.n_heads, "KV heads": model.n_kv_heads, "head size": model.head_dim,
-                "feed-forward": model.intermediate, "vocabulary": model.vocab}
+                "feed-forward": model.expert_intermediate or model.intermediate, **experts,
+                "vocabulary": model.vocab}
 
     def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
         model, run = self._model, asked.run(mode.kv_mode)
         split = partition(self._sizes, tp, run.kv_mode)
         copies = Counter(head for share in split.shares for head in share.kv_heads.range())
         ranks = tuple(self._rank(asked, run, split, share, mode, copies) for share in split.shares)
-        read = [step_bytes(split, rank) for rank in range(tp)]
+        read = [step_bytes(split, rank, asked.batch) for rank in range(tp)]
         fullest = max(range(tp), key=read.__getitem__)
         share = split.shares[fullest]
-        layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * share.columns.size
+        columns = share.columns.size * max(1, model.experts_chosen)
+        layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
         swaps, swapped = self._swaps(split, mode)
         attending = 2.0 * model.head_dim * model.n_layers * (
             model.n_heads / split.tp if mode.kv_mode == "sharded" else max(s.heads.size for s in split.shares))
@@ -215,7 +218,7 @@ class Dense:
         """As the loader will allocate; ranks whose slices are alike are counted once."""
         start = share.heads.start * self._model.head_dim
         key = (start % 256, share.heads.size, share.kv_columns.size, share.columns.start % 256, share.columns.size,
-               share.vocab.size)
+               share.vocab.size, share.dense_columns.start % 256, share.dense_columns.size)
         if key not in self._held:
             self._held[key] = registry.weight_bytes(self._model, self._weights, split, run.weights, share.rank)
         return self._held[key]

@@ -44,7 +44,7 @@ def places(config: ModelConfig, kind: str, name: str) -> list[Place]:
     layer, within = name.split(".", 3)[2:]
     if within == ROUTER:
         shape = (config.experts, config.hidden)
-        names = [f"blk.{layer}.ffn_gate_inp.weight"] if kind == "gguf" else _folder(config, layer, "gate.weight")
+        names = [f"blk.{layer}.ffn_gate_inp.weight"] if kind == "gguf" else _routers(config, layer)
         return [Place(found, shape) for found in names]
     number, part = within.split(".")[2:4]
     e, what = int(number), part.removesuffix("_proj")
@@ -54,14 +54,15 @@ def places(config: ModelConfig, kind: str, name: str) -> list[Place]:
     if kind == "gguf":
         return [Place(f"blk.{layer}.ffn_{what}_exps.weight", stacked, e * shape[0]),
                 Place(f"blk.{layer}.ffn_{what}.{e}.weight", shape)]
-    own = {"mixtral": f"experts.{e}.{_MIXTRAL[what]}.weight"}.get(config.architecture, f"experts.{e}.{part}.weight")
-    apart = [Place(found, shape) for found in _folder(config, layer, own)]
+    apart = [Place(name, shape)]
+    if config.architecture == "mixtral":
+        apart.insert(0, Place(f"model.layers.{layer}.block_sparse_moe.experts.{e}.{_MIXTRAL[what]}.weight", shape))
     if what == "down":
         return [*apart, Place(f"model.layers.{layer}.mlp.experts.down_proj", stacked, e * hidden)]
     first = 2 * e * f + (f if what == "up" else 0)
     return [*apart, Place(f"model.layers.{layer}.mlp.experts.gate_up_proj", (count, 2 * f, hidden), first)]
 
 
-def _folder(config: ModelConfig, layer: str, rest: str) -> list[str]:
+def _routers(config: ModelConfig, layer: str) -> list[str]:
     blocks = ("block_sparse_moe", "mlp") if config.architecture == "mixtral" else ("mlp",)
-    return [f"model.layers.{layer}.{block}.{rest}" for block in blocks]
+    return [f"model.layers.{layer}.{block}.gate.weight" for block in blocks]

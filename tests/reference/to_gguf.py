@@ -77,8 +77,8 @@ def write_gguf(config: dict[str, Any], tensors: dict[str, np.ndarray], path: Pat
     are stored as they are, ``skip`` names HF tensors to leave out. ``others``: kinds by a part of
     the HF name. ``writer`` goes to GGUFWriter.
     """
-    f, arch = figures(config), architecture or config["model_type"]
-    arch = ARCHITECTURES.get(arch, arch)
+    f, family = figures(config), config["model_type"]
+    arch = architecture or ARCHITECTURES.get(family, family)
     out = gguf.GGUFWriter(path, arch, **writer)
     out.add_name("tiny")
     out.add_context_length(config["max_position_embeddings"])

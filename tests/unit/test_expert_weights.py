@@ -15,6 +15,7 @@ from mpillm.models import registry
 from mpillm.models.load import Loader
 from mpillm.models.parse import open_model
 from mpillm.models.parse_hf import hf_config
+from mpillm.models.stated import stated_model
 from mpillm.models.weights import Weights
 from mpillm.partition import Sizes, Span, partition, phase_bytes, step_bytes
 
@@ -230,3 +231,12 @@ def test_gguf_with_shared_experts_is_refused(tmp_path):
     finish(writer)
     with pytest.raises(ModelError, match="expert_shared_count is 1, which is not supported"):
         open_model(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("how", ["mixtral", "qwen3"])
+def test_config_json_alone_gives_the_same_bytes(tmp_path, how):
+    path = write(tmp_path, how)
+    config, stated = stated_model(f"{path}/config.json")
+    for _, weights, split, rank, _ in loaders(path, 3, "bf16"):
+        wanted = registry.weight_bytes(config, weights, split, "bf16", rank)
+        assert registry.weight_bytes(config, stated, split, "bf16", rank) == wanted
