@@ -44,6 +44,10 @@ class Case:
     ranks: int
     command: tuple[str, ...]
 
+    @property
+    def ours(self) -> bool:
+        return self.program.startswith("mpillm")
+
 
 @dataclass
 class Found:
@@ -85,22 +89,29 @@ def cases_of(given: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def execute(case: Case, failures: dict[str, str], more: tuple[str, ...] = ()) -> str | None:
+    """What the case's process printed; None when it failed, with the reason in ``failures``."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(case.cores)}
+    if case.ours:
+        del environment["OMP_NUM_THREADS"]
+    done = subprocess.run([*case.command, *more], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        failures.setdefault(f"{case.program} {case.weights}", f"exit code {done.returncode}: {lines[-1]}")
+        return None
+    return done.stdout
+
+
 def run(case: Case, found: Found) -> None:
     """Run a case once; its speeds, and for this program the limits that it measured, into ``found``."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(case.cores)}
     with tempfile.TemporaryDirectory() as folder:
-        path, command = os.path.join(folder, "rows.json"), list(case.command)
-        if case.program == "mpillm":
-            command += ["--json", path]
-            del environment["OMP_NUM_THREADS"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-            found.failures.setdefault(f"{case.program} {case.weights}", f"exit code {done.returncode}: {lines[-1]}")
+        path = os.path.join(folder, "rows.json")
+        printed = execute(case, found.failures, ("--json", path) if case.ours else ())
+        if printed is None:
             return
-        rows = json.loads(Path(path).read_text()) if case.program == "mpillm" else None
+        rows = json.loads(Path(path).read_text()) if case.ours else None
     if rows is None:
-        told = json.loads(done.stdout.splitlines()[-1])
+        told = json.loads(printed.splitlines()[-1])
         found.versions[case.program] = f"{told['version']} ({told['info']})"
         for row in told["rows"]:
             found.speeds[case, test_of(row)].append(row["ts"])
