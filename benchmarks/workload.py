@@ -69,7 +69,7 @@ def prompt_tokens(lines: list[Line]) -> tuple[int, int]:
 
 
 def groups(lines: list[Line], size: int) -> Iterator[list[Line]]:
-    """Lines of about the same length together, ``size`` at a time; the groups in random order, for a run that is cut."""
+    """Lines of about the same length together, ``size`` at a time; in random order, so that a part speaks for all."""
     by_length = sorted(lines, key=lambda line: len(line.prompt) + line.max_tokens)
     made = [by_length[at:at + size] for at in range(0, len(lines), size)]
     random.Random(0).shuffle(made)
