@@ -66,19 +66,20 @@ def cases_of(given: argparse.Namespace, path: str) -> list[Case]:
             own.append(Case(name, weights, cores, ranks, (
                 MPIRUN, "-n", str(ranks), sys.executable, "-m", "mpillm.main", "--model", model, "--prompts", path,
                 "--max-batch", str(BATCH), "--threads-per-rank", str(cores // ranks), "--log-level", "warning", *more)))
-        cases += own
+        cases += own[:1]
         if given.llama_python:
             llama = (given.llama_python, str(HERE / "peer_llama_cpp.py"), "--model", model, *tests)
             cases += [Case("llama.cpp, batch", weights, cores, 1, llama),
                       Case("llama.cpp, alone", weights, cores, 1, (*llama, "--alone"))]
-        if weights == "bf16" and given.transformers_python:
-            for dtype, named in (("bfloat16", "bf16"), ("float32", "f32")):
-                cases.append(Case("transformers", named, cores, 1, (
-                    given.transformers_python, str(HERE / "peer_transformers.py"), "--model", folder,
-                    "--dtype", dtype, *tests)))
         if weights == "bf16" and given.vllm_python:
             cases.append(Case("vLLM", weights, cores, 1, (
                 given.vllm_python, str(HERE / "peer_vllm.py"), "--model", folder, *tests)))
+        if weights == "bf16" and given.transformers_python:
+            for dtype, named in (("float32", "f32"), ("bfloat16", "bf16")):
+                cases.append(Case("transformers", named, cores, 1, (
+                    given.transformers_python, str(HERE / "peer_transformers.py"), "--model", folder,
+                    "--dtype", dtype, *tests)))
+        cases += own[1:]
     return cases
 
 

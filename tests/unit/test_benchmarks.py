@@ -148,11 +148,11 @@ def test_a_cut_run_says_what_it_did():
 def test_who_gets_the_batch():
     cases = batch.cases_of(given(threads=2, seconds=60.0), "lines.jsonl")
     assert [(case.program, case.weights, case.ranks) for case in cases] == [
-        ("mpillm", "bf16", 2), ("mpillm", "bf16", 1), ("mpillm, 2 replicas", "bf16", 2), (batch.STATIC, "bf16", 2),
-        ("llama.cpp, batch", "bf16", 1), ("llama.cpp, alone", "bf16", 1), ("transformers", "bf16", 1),
-        ("transformers", "f32", 1),
-        ("mpillm", "q8_0", 2), ("mpillm", "q8_0", 1), ("mpillm, 2 replicas", "q8_0", 2), (batch.STATIC, "q8_0", 2),
-        ("llama.cpp, batch", "q8_0", 1), ("llama.cpp, alone", "q8_0", 1)]
+        ("mpillm", "bf16", 2), ("llama.cpp, batch", "bf16", 1), ("llama.cpp, alone", "bf16", 1),
+        ("transformers", "f32", 1), ("transformers", "bf16", 1), ("mpillm", "bf16", 1),
+        ("mpillm, 2 replicas", "bf16", 2), (batch.STATIC, "bf16", 2),
+        ("mpillm", "q8_0", 2), ("llama.cpp, batch", "q8_0", 1), ("llama.cpp, alone", "q8_0", 1),
+        ("mpillm", "q8_0", 1), ("mpillm, 2 replicas", "q8_0", 2), (batch.STATIC, "q8_0", 2)]
     for case in cases:
         assert "lines.jsonl" in case.command
         if case.ours:
@@ -176,12 +176,13 @@ def test_the_batch_table_holds_our_best_against_each():
     assert batch.table(cases, lines, found) == [
         "| weights | program | ranks x threads | tokens/s | of limit | ours / theirs | whole, s |",
         "|---|---|---|---|---|---|---|",
-        "| bf16 | mpillm | 2 x 1 | 50.0 | 50 % |  | 7 |", "| bf16 | mpillm | 1 x 2 | 50.0 | 50 % |  | 7 |",
-        "| bf16 | mpillm, 2 replicas | 2 x 1 | 80.0 | 80 % |  | 7 |",
-        "| bf16 | mpillm --batching static | 2 x 1 | 90.0 | 90 % | 0.89 | 7 |",
+        "| bf16 | mpillm | 2 x 1 | 50.0 | 50 % |  | 7 |",
         "| bf16 | llama.cpp, batch (cut after 1 lines) | 1 x 2 | 20.0 | 20 % | 4.00 | 7 |",
+        "| f32 | transformers | 1 x 2 | 10.0 | 10 % | 8.00 | 7 |",
         "| bf16 | transformers | 1 x 2 | 10.0 | 10 % | 8.00 | 7 |",
-        "| f32 | transformers | 1 x 2 | 10.0 | 10 % | 8.00 | 7 |"]
+        "| bf16 | mpillm | 1 x 2 | 50.0 | 50 % |  | 7 |",
+        "| bf16 | mpillm, 2 replicas | 2 x 1 | 80.0 | 80 % |  | 7 |",
+        "| bf16 | mpillm --batching static | 2 x 1 | 90.0 | 90 % | 0.89 | 7 |"]
 
 
 def test_without_limits_the_table_has_none():
