@@ -10,7 +10,7 @@ tokens over the time from the first prefill to the last token, without loading, 
 program from the steps in its HDF5 output, text and files included. "whole": the seconds of the whole process.
 
 Others: llama.cpp with 32 sequences that others join, the common beginning computed once ("batch"), and by one
-`create_completion` after another ("alone"); transformers' `generate` in padded batches of 32 lines of about equal
+`Llama.generate` after another ("alone"); transformers' `generate` in padded batches of 32 lines of about equal
 length; vLLM's `LLM.generate`. `--batching static` is this program with the batch fixed.
 
 "of limit": share of what the machine allows, were nothing lost: the prompts' tokens at the limit of a prefill of 512,

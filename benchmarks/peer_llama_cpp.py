@@ -7,7 +7,8 @@ As llama-bench does: random tokens, no sampling, a first call of each shape that
 
 With --workload the lines of batch.py, greedy: up to 32 sequences in a batch that others join when one ends, steps of
 512 prompt tokens, the common beginning computed once and copied to its sequences; with --alone one
-`create_completion` after another, as the package's own documentation shows it.
+line after another by `Llama.generate`, which is under the package's `create_completion`. (That one itself cannot be
+held to a number of tokens: it goes on while a character is incomplete.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import json
 import time
 from collections import deque
+from itertools import islice
 
 import llama_cpp as ll
 import numpy as np
@@ -146,19 +148,16 @@ def together(model: ctypes.c_void_p, lines: list[Line], threads: int, seconds: f
 
 
 def one_by_one(path: str, lines: list[Line], threads: int, seconds: float) -> Cut:
-    """Each line by a call of `create_completion`; tokens that would end a text are kept from being chosen."""
-    model = ll.Llama(path, n_ctx=max(len(line.prompt) + line.max_tokens for line in lines) + 1, n_threads=threads,
-                     n_threads_batch=threads, verbose=False)
-    vocab = ll.llama_model_get_vocab(model.model)
-    ends = {token: -1e9 for token in range(model.n_vocab()) if ll.llama_vocab_is_eog(vocab, token)}
-    model.create_completion(lines[0].prompt, max_tokens=2, temperature=0.0)
+    """Each line by a call of `Llama.generate`, greedily; it takes over what the line before has in common with it."""
+    most = max(len(line.prompt) + line.max_tokens for line in lines)
+    model = ll.Llama(path, n_ctx=most + 1, n_threads=threads, n_threads_batch=threads, verbose=False)
+    next(model.generate(lines[0].prompt, temp=0.0))
     model.reset()
     cut = Cut(seconds)
     for line in lines:
         if cut.over():
             break
-        found = model.create_completion(line.prompt, max_tokens=line.max_tokens, temperature=0.0, logit_bias=ends)
-        cut.tokens += found["usage"]["completion_tokens"]
+        cut.tokens += sum(1 for _ in islice(model.generate(line.prompt, temp=0.0), line.max_tokens))
         cut.lines += 1
     cut.end()
     model.close()
