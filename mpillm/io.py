@@ -135,6 +135,10 @@ class Outputs:
             self._results.release()
             raise
 
+    def attributes(self) -> dict[str, Any]:
+        """Of the HDF5 file of a ``finished`` run. Raises OutputError."""
+        return hdf5.attributes(self.output)
+
     def begin(self) -> None:
         """Everything is ready to run: what an earlier run left in the parts' folder goes, unless it is resumed."""
         if not self.resume:

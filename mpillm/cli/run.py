@@ -29,7 +29,7 @@ from mpillm.engine.replica import Job, LineReader, run_replica, serve_others, ti
 from mpillm.errors import MpillmError, OutputError, Stopped, UsageError
 from mpillm.formats.part_scan import finished
 from mpillm.formats.parts import RankPart
-from mpillm.formats.prompts import PromptFile
+from mpillm.formats.prompts import PromptFile, digest_of
 from mpillm.machine import affinity, guard, launch, signals
 from mpillm.machine.mail import Mail
 from mpillm.models import registry
@@ -73,16 +73,16 @@ def run(argv: list[str] | None) -> int:
     guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
     job = world.agree(lambda: prepare(settings, hold))
     try:
-        return 0 if job is None else _work(world, settings, job, hold, clock)
+        return job if isinstance(job, int) else _work(world, settings, job, hold, clock)
     finally:
         if hold.outputs is not None:
             hold.outputs.release()
 
 
-def prepare(settings: RunConfig, hold: Hold) -> Job | None:
+def prepare(settings: RunConfig, hold: Hold) -> Job | int:
     """On rank 0: outputs, model and prompts are usable; fills ``hold``. Raises MpillmError.
 
-    None when the outputs are complete already and --resume finds nothing to do.
+    The exit code when the outputs are complete already and --resume finds nothing to do.
     """
     io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
     path = io.find_model(settings.model)
@@ -91,9 +91,6 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | None:
         ("--errors", settings.errors_path)))
     check_errors(settings)
     hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
-    if hold.outputs.finished:
-        LOG.info("nothing to resume: %s and %s are complete", settings.output_path, settings.results_path)
-        return None
     try:
         io.check_template(settings.chat_template)
         model, checkpoint = open_model(path, settings.tie_embeddings)
@@ -102,6 +99,8 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | None:
                 LOG.warning("%s", line)
             hold.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
             identity = resume.identity(settings, model, checkpoint, template_of(settings))
+        if hold.outputs.finished:
+            return complete(settings, hold.outputs.attributes(), identity)
         context = setup.context_of(settings, model)
         LineReader(settings, model, context, tokenizer)     # its defaults are checked
         attempt = find_begun(settings, hold, identity)
@@ -110,6 +109,18 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | None:
     except MpillmError:
         hold.outputs.release()
         raise
+
+
+def complete(settings: RunConfig, attributes: dict[str, Any], identity: dict[str, Any]) -> int:
+    """The exit code of a run that had ended before, which must be the same. Raises UsageError, InputError."""
+    resume.check_complete(settings.output_path, attributes, identity, settings.prompts, digest_of(settings.prompts))
+    expired = int(attributes.get("expired", 0))
+    if expired:
+        LOG.warning("nothing to resume: the run had ended with --on-stop expire, %d lines expired: %s", expired,
+                    settings.errors_path)
+        return EXPIRED
+    LOG.info("nothing to resume: %s and %s are complete", settings.output_path, settings.results_path)
+    return 0
 
 
 def check_errors(settings: RunConfig) -> None:
@@ -327,7 +338,7 @@ def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hol
         write_expired(settings.errors_path, hold.prompts.lines(), finished(job.parts).indices)
         LOG.warning("stopped by %s: %d of %d lines expired: %s", why, count - n_done, count, settings.errors_path)
     assert stopped or n_done == count, f"{count - n_done} of {count} lines are missing, their parts lie in {job.parts}"
-    summary = hold.outputs.finish(_header(world, settings, job, split, hold), settings.results_order,
+    summary = hold.outputs.finish(_header(world, settings, job, split, hold, count - n_done), settings.results_order,
                                   expected=[path for own in journals for path in own])
     if summary["failed"]:
         LOG.warning("%d line(s) failed, the first: %s", summary["failed"], summary["first_error"])
@@ -376,8 +387,8 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
 
 
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
-            hold: Hold) -> dict[str, Any]:
-    """Root attributes of the HDF5 output: what the results depend on."""
+            hold: Hold, expired: int) -> dict[str, Any]:
+    """Root attributes of the HDF5 output: what the results depend on, and how many lines expired."""
     described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
@@ -385,6 +396,7 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
              "kv_type": settings.kv_type}
     assert hold.prompts is not None, "rank 0 has the prompts"
     return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
+            "identity": json.dumps(hold.what["identity"]), "expired": expired,
             "config": settings.to_json(), "layout": json.dumps(described),
             "model": json.dumps(model), "processor": world.processor,
             "versions": json.dumps({**job.versions, "mpi": world.library})}

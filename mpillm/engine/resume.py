@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from mpillm.config import RunConfig
@@ -17,7 +18,7 @@ from mpillm.errors import OutputError, UsageError
 from mpillm.models.config import ModelConfig
 
 FILE = "run.json"
-VERSION = 1
+VERSION = 2
 # Options on which a prompt's tokens, or what is stored of them, depend.
 OPTIONS = ("weights", "kv_type", "fast", "wire", "collectives", "max_model_len", "tie_embeddings", "logits",
            "logits_type", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "logprobs", "stop",
@@ -69,6 +70,20 @@ def load(folder: str) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
         raise OutputError(f"{path} does not describe a run: move {folder} away and start afresh")
     return found
+
+
+def check_complete(output: str, attributes: Mapping[str, Any], now: dict[str, Any], prompts: str,
+                   digest: str) -> None:
+    """Outputs that are complete already are those of this command. Raises UsageError that names a difference.
+
+    ``attributes``: of the HDF5 file ``output``; ``now``: the identity; ``digest``: of all lines of ``prompts``, empty
+    where it cannot be had.
+    """
+    if "identity" in attributes:
+        check_same(json.loads(attributes["identity"]), now)
+    if digest and attributes.get("prompts", digest) != digest:
+        raise UsageError(f"--resume: {output} is complete, but of other lines than --prompts {prompts} has: give "
+                         "the same file, or another --output")
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:

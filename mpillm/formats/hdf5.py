@@ -32,7 +32,7 @@ from mpillm.formats.hdf5_schema import FORMAT, RANKS, SCHEMA_VERSION, STEPS, cle
 from mpillm.formats.journal import OpenFiles, sync_folder
 from mpillm.formats.part_scan import Parts, choose, is_journal, is_part, list_names, read_parts
 
-__all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "build", "check_free", "check_output", "clear_parts",
+__all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "attributes", "build", "check_free", "check_output", "clear_parts",
            "discard_parts", "fold", "has_journals", "is_empty_folder", "is_output",
            "mark_committed", "move_into_place"]
 
@@ -251,6 +251,15 @@ def _write_header(out: WritableFile, header: Mapping[str, Any]) -> None:
 def is_output(path: _Path) -> bool:
     """Whether ``path`` is a complete HDF5 file; an empty one may hold a name only."""
     return os.path.isfile(path) and bool(h5py.is_hdf5(path))
+
+
+def attributes(path: _Path) -> dict[str, Any]:
+    """Those of a whole output. OutputError when it cannot be read."""
+    try:
+        with h5py.File(path, "r") as file:
+            return dict(file.attrs)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path} cannot be read ({reason(error)}): move it away, or use --overwrite") from None
 
 
 def check_free(output_path: _Path, overwrite: bool) -> None:

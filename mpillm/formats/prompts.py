@@ -1,7 +1,8 @@
 """The prompts file as a run reads it: twice, once to know its lines, once to run them; in memory a line at a time.
 
-Each line that is not blank has a digest of 8 bytes, kept in a file beside the run's parts, so that a resumed run
-knows whether it has the same lines. What cannot be read twice (a FIFO, a device) is copied there first.
+Each line that is not blank has a digest of 8 bytes, of its number and its bytes, kept in a file beside the run's
+parts, so that a resumed run knows whether it has the same lines. What cannot be read twice (a FIFO, a device) is
+copied there first.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class PromptFile:
         self._known = self._digests + NEW
         try:
             with open(self._known, "wb") as file:
-                for _, raw in iterate_lines(self._source):
-                    digest = _digest(raw)
+                for number, raw in iterate_lines(self._source):
+                    digest = _digest(number, raw)
                     file.write(digest)
                     whole.update(digest)
                     self.count += 1
@@ -80,7 +81,7 @@ class PromptFile:
                     if len(before) < DIGEST_BYTES:
                         raise self._changed(f"has more lines than the {known} with which the run began, the first of "
                                             f"them line {number}")
-                    if before != _digest(raw):
+                    if before != _digest(number, raw):
                         raise self._changed(f"line {number} ({quote(raw[:40].decode('utf-8', 'replace'))}) is another "
                                             "one than when the run began")
                     self.count += 1
@@ -100,7 +101,7 @@ class PromptFile:
             for number, raw in iterate_lines(self._source):
                 if index == self.count:
                     return             # the file has grown since it was counted
-                if file.read(DIGEST_BYTES) != _digest(raw):
+                if file.read(DIGEST_BYTES) != _digest(number, raw):
                     raise InputError(f"the prompts file {self.path!r} was changed while it was read (line {number})")
                 yield index, number, raw
                 index += 1
@@ -108,8 +109,18 @@ class PromptFile:
             raise InputError(f"the prompts file {self.path!r} was cut off while it was read (after {index} lines)")
 
 
-def _digest(raw: bytes) -> bytes:
-    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).digest()
+def digest_of(path: str) -> str:
+    """``PromptFile.digest`` of a file; empty for a FIFO, which a run that goes on does not read again. InputError."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        return ""
+    whole = hashlib.blake2b(digest_size=16)
+    for number, raw in iterate_lines(path):
+        whole.update(_digest(number, raw))
+    return whole.hexdigest()
+
+
+def _digest(number: int, raw: bytes) -> bytes:
+    return hashlib.blake2b(b"%d %b" % (number, raw), digest_size=DIGEST_BYTES).digest()
 
 
 def _copy(path: str, target: str) -> None:

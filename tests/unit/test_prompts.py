@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mpillm.errors import InputError, UsageError
-from mpillm.formats.prompts import SPOOL, PromptFile
+from mpillm.formats.prompts import SPOOL, PromptFile, digest_of
 
 
 def made(tmp_path, content, name="in.jsonl"):
@@ -29,7 +29,8 @@ def test_lines_are_counted_and_read_again(tmp_path):
 
 @pytest.mark.parametrize(("content", "says"), [
     (b"1\n2\n3\n4\n", "more lines than the 3"), (b"1\n2\n", "has 2 lines, the run began with 3"),
-    (b"1\n5\n3\n", "line 2"), (b"3\n2\n1\n", "line 1"), (b"", "has 0 lines")])
+    (b"1\n5\n3\n", "line 2"), (b"3\n2\n1\n", "line 1"), (b"", "has 0 lines"),
+    (b"1\n\n2\n3\n", "line 3")])     # results carry line numbers, and two lines must not get one
 def test_other_lines_are_named(tmp_path, content, says):
     first = made(tmp_path, b"1\n2\n3\n")
     first.index()
@@ -39,13 +40,14 @@ def test_other_lines_are_named(tmp_path, content, says):
     assert "--resume" in str(error.value)
 
 
-def test_blank_lines_and_line_ends_do_not_count(tmp_path):
+def test_line_ends_and_a_blank_last_line_do_not_count(tmp_path):
     first = made(tmp_path, b"1\n2\n3\n")
     first.index()
     first.keep()
-    prompts = made(tmp_path, b"1\r\n\n2\n3")
+    prompts = made(tmp_path, b"1\r\n2\n3\r\n\n \n")
     prompts.compare()
     assert prompts.count == 3
+    assert digest_of(prompts.path) == prompts.digest == first.digest
 
 
 def test_a_file_that_grows_is_read_to_the_end_that_was_counted(tmp_path):
