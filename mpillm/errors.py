@@ -8,7 +8,7 @@ code   meaning
 3      the model cannot be used: missing, damaged, unknown, unsupported
 4      the prompts file cannot be read
 5      an output cannot be written, or exists already
-6      the memory of the ranks does not suffice
+6      the memory of the ranks does not suffice, or ran out
 7      the launch is wrong: MPI, ranks, cores
 8      a rank did not come to an exchange in time: stuck or killed
 9      `--on-stop expire`: stopped before the end; unfinished lines are in the errors file

@@ -6,6 +6,7 @@ other exception is printed by the rank that has it, and MPI_Abort ends the job a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from mpillm.errors import MpillmError, OutputError, Stopped
+from mpillm.errors import MpillmError, OutputError, ResourceError, Stopped
 
 FAULT = 70                      # exit code of an unexpected exception
 INTERRUPTED = 130
@@ -64,6 +65,8 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return OutputError.exit_code
+    if _lacks_memory(error):
+        return ResourceError.exit_code
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return FAULT
@@ -79,6 +82,9 @@ def message(error: BaseException, who: str) -> str:
         return f"mpillm: {who}interrupted"
     if isinstance(error, BrokenPipeError):
         return f"mpillm: {who}error: the reader of the output went away"
+    if _lacks_memory(error):
+        return (f"mpillm: {who}error: memory ran out{_doing()}: use more nodes, or a smaller --kv-memory, --max-batch, "
+                "--prefill-chunk or --weights; what had finished is kept: start again with --resume")
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             return f"mpillm: {who}{error.code}"
@@ -86,6 +92,17 @@ def message(error: BaseException, who: str) -> str:
     lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-FRAMES)
     summary = " ".join(f"{type(error).__name__}: {error}".split())
     return "".join(lines) + f"mpillm: {who}fault of the program: {summary}"
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def _doing() -> str:
+    """What this rank's board says, if it has one."""
+    guard = sys.modules.get("mpillm.machine.guard")
+    text = "" if guard is None else guard.board().read()[1]
+    return f" while {text}" if text else ""
 
 
 def _world():

@@ -69,10 +69,14 @@ class Journal:
         self._waiting: list[bytes] = []
         self._pending = self._written = 0
         self._flushed, self._full_since = time.monotonic(), 0.0
-        self._syncing: threading.Thread | None = None
+        self._sync_wanted, self._sync_lock = threading.Event(), threading.Lock()
         self._sync_error: OSError | None = None
         self._folder_synced = False
         self.is_open = True
+        # Made here: where memory has run out, the start of a thread never returns. As a daemon, a dead mount does not
+        # keep the program from its end.
+        self._syncing = threading.Thread(target=self._sync_when_wanted, daemon=True)
+        self._syncing.start()
 
     def append(self, kind: int, number: int, *pieces: Any) -> None:
         """One record, its payload in pieces, bytes or contiguous arrays. OutputError when the disk is full."""
@@ -96,10 +100,7 @@ class Journal:
             return
         self._flushed = now
         self._write()
-        if self._syncing is None or not self._syncing.is_alive():
-            # A thread is cheap beside a sync; as a daemon, a dead mount does not keep the program from its end.
-            self._syncing = threading.Thread(target=self._sync, daemon=True)
-            self._syncing.start()
+        self._sync_wanted.set()
 
     def flush(self, *, sync: bool = False) -> None:
         """Everything so far survives the death of this process; ``sync``: of the machine. A full disk is waited for."""
@@ -109,7 +110,6 @@ class Journal:
             time.sleep(min(RETRY, self.patience))
             self._write()
         if sync:
-            self._join()
             self._sync()
             self._check()
 
@@ -120,8 +120,9 @@ class Journal:
         try:
             self.flush(sync=True)
         finally:
-            self._join()
             self.is_open = False
+            self._sync_wanted.set()
+            self._syncing.join()
             os.close(self._file)
 
     def __enter__(self) -> Journal:
@@ -182,18 +183,22 @@ class Journal:
             raise OutputError(f"cannot write {self.path}: {error.strerror} for {self.patience:.0f} s: make room, then "
                               "go on with --resume") from error
 
+    def _sync_when_wanted(self) -> None:
+        while self.is_open:
+            self._sync_wanted.wait()
+            self._sync_wanted.clear()
+            if self.is_open:
+                self._sync()
+
     def _sync(self) -> None:
         try:
-            os.fdatasync(self._file)
-            if not self._folder_synced:
-                self._folder_synced = True
-                sync_folder(os.path.dirname(self.path))
+            with self._sync_lock:
+                os.fdatasync(self._file)
+                if not self._folder_synced:
+                    self._folder_synced = True
+                    sync_folder(os.path.dirname(self.path))
         except OSError as error:
             self._sync_error = error
-
-    def _join(self) -> None:
-        if self._syncing is not None:
-            self._syncing.join()
 
     def _check(self) -> None:
         if self._sync_error is not None:
