@@ -28,17 +28,14 @@ from mpillm.formats.hdf5_fold import (
     write_requests,
     write_steps,
 )
-from mpillm.formats.hdf5_schema import FORMAT, RANKS, SCHEMA_VERSION, STEPS, clean_text
+from mpillm.formats.hdf5_schema import FORMAT, SCHEMA_VERSION, clean_text
 from mpillm.formats.journal import OpenFiles, sync_folder
 from mpillm.formats.part_scan import Parts, choose, is_journal, is_part, list_names, read_parts
-
-__all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "build", "check_free", "check_output", "clear_parts",
-           "discard_parts", "fold", "has_journals", "is_empty_folder", "is_output",
-           "mark_committed", "move_into_place"]
 
 _Path = str | os.PathLike[str]
 LOCK = "lock"            # file in the folder of parts that the run holds
 COMMITTED = "committed"  # file there that says: both outputs are complete, under their temporary names or their own
+REPLACE = "replace"      # content of that mark where they may replace files of their names
 OURS = (COMMITTED, "run.json", "run.json.tmp", "prompts.digests", "prompts.digests.tmp")
 
 
@@ -257,13 +254,17 @@ def check_free(output_path: _Path, overwrite: bool) -> None:
         raise OutputError(f"{target} appeared during the run: move it away, then go on with --resume")
 
 
-def mark_committed(parts_dir: _Path) -> None:
-    """From now on both outputs are complete on the disk, and only their names may be missing. OutputError."""
+def mark_committed(parts_dir: _Path, overwrite: bool) -> None:
+    """From now on both outputs are complete on the disk, and only their names may be missing. OutputError.
+
+    ``overwrite``: files of these names may be replaced, which the mark says to whoever finds it.
+    """
     path = os.path.join(parts_dir, COMMITTED)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        os.fsync(file)
-        os.close(file)
+        with open(path, "w") as file:
+            file.write(REPLACE if overwrite else "")
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}") from error
     sync_folder(os.fspath(parts_dir))
