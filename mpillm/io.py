@@ -157,7 +157,7 @@ class Outputs:
         self._results.check_free()
         hdf5.check_free(self.output, self.overwrite)
         summary = hdf5.build(self.output, parts, chosen, header)
-        hdf5.mark_committed(self.parts)
+        hdf5.mark_committed(self.parts, self.overwrite)
         path = hdf5.move_into_place(self.output, self.overwrite)
         self._results.commit()
         return {"path": path, "bytes": os.path.getsize(path), **summary, "warning": _discard(self.parts)}
@@ -182,6 +182,21 @@ def _discard(parts: str) -> str | None:
     return None
 
 
+def _take_name(final: str, may_replace: bool) -> None:
+    """A complete file that still has its temporary name gets its own."""
+    unfinished = final + ".tmp"
+    if not os.path.exists(unfinished):
+        return
+    named = os.path.exists(final)
+    # An empty temporary file beside the named one is the hold of a run that was refused since
+    if os.path.getsize(unfinished) == 0 and named:
+        return
+    # An empty file only keeps the name
+    if named and os.path.getsize(final) and not may_replace:
+        raise OutputError(f"{final} appeared during the run: move it away, then go on with --resume")
+    os.replace(unfinished, final)
+
+
 def _finish_commit(parts: str, output: str, results_path: str) -> bool:
     """Whether an earlier run has made both outputs; if it was killed before they had their names, they get them."""
     finals = [os.path.realpath(output), os.path.realpath(results_path)]
@@ -195,10 +210,10 @@ def _finish_commit(parts: str, output: str, results_path: str) -> bool:
             return True
     lock = Hold(os.path.join(parts, LOCK), f"the output {output}")
     try:
-        for final in finals if marked else ():
-            # An empty one may be the hold of a run that was refused since
-            if os.path.exists(final + ".tmp") and (os.path.getsize(final + ".tmp") or not os.path.exists(final)):
-                os.replace(final + ".tmp", final)
+        if marked:
+            may_replace = Path(mark).read_text() == hdf5.REPLACE
+            for final in finals:
+                _take_name(final, may_replace)
         if all(map(os.path.isfile, finals)):
             hdf5.clear_parts(parts, keep_damaged=True)
             return True

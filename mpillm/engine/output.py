@@ -68,16 +68,13 @@ class ReplicaOutput:
 
     def failed(self, request: Request, message: str, code: str, status: int) -> None:
         self._kept.pop(request.index, None)
-        self._add_failed(FailedLine(request.line, request.index, request.custom_id,
-                                    f"line {request.line}: {message}", None, code, status), self.replica, self.tp)
+        self.reject(FailedLine(request.line, request.index, request.custom_id, f"line {request.line}: {message}",
+                               None, code, status))
 
     def reject(self, failed: FailedLine) -> None:
-        """A line that reached no replica: an error line in the results."""
-        self._add_failed(failed, -1, 0)
-
-    def _add_failed(self, failed: FailedLine, replica: int, tp: int) -> None:
+        """A line that no replica answered: an error line in the results."""
         assert self._requests is not None, "only the root of a replica hands out results"
-        self._requests.add(index=failed.index, line=failed.line, custom_id=failed.custom_id, replica=replica, tp=tp,
+        self._requests.add(index=failed.index, line=failed.line, custom_id=failed.custom_id, replica=-1, tp=0,
                            status=failed.status, error=failed.message, result=error_line(failed))
 
     def logits(self, keys: np.ndarray, logits: np.ndarray) -> None:

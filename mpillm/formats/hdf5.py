@@ -39,6 +39,7 @@ __all__ = ["RANKS", "SCHEMA_VERSION", "STEPS", "attributes", "build", "check_fre
 _Path = str | os.PathLike[str]
 LOCK = "lock"            # file in the folder of parts that the run holds
 COMMITTED = "committed"  # file there that says: both outputs are complete, under their temporary names or their own
+REPLACE = "replace"      # content of that mark where they may replace files of their names
 COMING = ("prompts.digests.new", "prompts.copy.new")       # of a run that has not begun yet
 OURS = (COMMITTED, "run.json", "run.json.tmp", "prompts.digests", "prompts.copy", *COMING)
 
@@ -269,13 +270,17 @@ def check_free(output_path: _Path, overwrite: bool) -> None:
         raise OutputError(f"{target} appeared during the run: move it away, then go on with --resume")
 
 
-def mark_committed(parts_dir: _Path) -> None:
-    """From now on both outputs are complete on the disk, and only their names may be missing. OutputError."""
+def mark_committed(parts_dir: _Path, overwrite: bool) -> None:
+    """From now on both outputs are complete on the disk, and only their names may be missing. OutputError.
+
+    ``overwrite``: files of these names may be replaced, which the mark says to whoever finds it.
+    """
     path = os.path.join(parts_dir, COMMITTED)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        os.fsync(file)
-        os.close(file)
+        with open(path, "w") as file:
+            file.write(REPLACE if overwrite else "")
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}") from error
     sync_folder(os.fspath(parts_dir))

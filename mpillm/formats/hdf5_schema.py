@@ -23,9 +23,9 @@ _REQUESTS: _Columns = (
     ("error", TEXT, "why the line failed; empty where it did not"),
     ("n_choices", "<i4", "rows of /sequences that belong to the request"),
     ("first_sequence", "<i8", "the first of them; they follow one another"),
-    ("replica", "<i4", "replica that ran it, -1 where none did"),
+    ("replica", "<i4", "replica that answered, -1 where none did"),
     ("attempt", "<i4", "start of the run, counted from 0, in which it ended"),
-    ("tp", "<i4", "ranks that computed it together, 0 where none did"),
+    ("tp", "<i4", "ranks of that replica, 0 where none answered"),
     ("prompt_tokens", "<i8", "prompt tokens, each item counted once"),
     ("completion_tokens", "<i8", "generated tokens of all choices"),
 )

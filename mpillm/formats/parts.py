@@ -76,8 +76,9 @@ class RequestsPart(_Part):
         """One finished (or, with ``status`` and ``error``, failed) request. OutputError.
 
         ``index``: place among the input's requests, failed lines included; ``line``: number of the input line;
-        ``replica``: -1 for a line that reached none. ``logits_rows``: different rows of logits that the ranks of the
-        replica keep of it. ``result``: its record in the results. The rest: ``part_records.pack_request``.
+        ``replica``: -1 for a line that none answered, with ``tp`` 0. ``logits_rows``: different rows of logits that
+        each rank of the replica keeps of it. ``result``: its record in the results. The rest:
+        ``part_records.pack_request``.
         """
         assert line > 0 and index >= 0, f"request {index} of line {line}"
         row = np.zeros(1, records.ROW)

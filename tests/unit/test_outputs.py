@@ -174,6 +174,24 @@ def test_a_kill_while_the_outputs_are_made_loses_nothing(tmp_path, target, name,
         assert sorted(os.listdir(tmp_path / name)) == ["o.h5", "r.jsonl"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_appears_after_the_mark_is_kept_unless_it_may_be_replaced(tmp_path, overwrite):
+    held = io.Outputs(*paths(tmp_path), overwrite)
+    record(held.parts, 0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        die_at(patch, io.hdf5, "move_into_place", 1)
+        held.finish(HEADER)
+    held.release()
+    (tmp_path / "r.jsonl").write_text("precious")
+    if not overwrite:
+        with pytest.raises(OutputError, match="r.jsonl appeared during the run: move it away, then .*--resume"):
+            io.Outputs(*paths(tmp_path), False, resume=True)
+        assert (tmp_path / "r.jsonl").read_text() == "precious"
+        os.rename(tmp_path / "r.jsonl", tmp_path / "away")
+    assert io.Outputs(*paths(tmp_path), False, resume=True).finished
+    assert lines(paths(tmp_path)[1]) == [0] and not os.path.exists(held.parts)
+
+
 def test_results_come_in_the_order_of_lines_or_of_their_ends(tmp_path, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("mpillm.formats.parts.time.time", lambda: next(clock))

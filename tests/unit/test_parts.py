@@ -255,7 +255,7 @@ def test_a_replica_s_output_is_two_kinds_of_journals(tmp_path):
     places = read_parts(str(tmp_path)).places
     assert places["logits_rows"].tolist() == [4, 0, 0]
     assert [tuple(row) for row in places[["index", "status", "replica", "tp", "attempt"]]] == [
-        (7, 0, 3, 2, 2), (8, 500, 3, 2, 2), (0, 400, -1, 0, 2)]
+        (7, 0, 3, 2, 2), (8, 500, -1, 0, 2), (0, 400, -1, 0, 2)]
     done = finished(str(tmp_path))
     assert done.indices.tolist() == [0, 7, 8] and done.next_attempt == 3
     summary = fold(tmp_path / "o.h5", str(tmp_path), HEADER, False, discard=False)
