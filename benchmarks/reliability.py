@@ -3,8 +3,8 @@
     python benchmarks/reliability.py --runs 10 --kills 4 --seed 1
 
 Each run is started with ``--resume`` and struck ``--kills`` times: a rank, its guard, mpirun or all of them killed
-with SIGKILL, or signalled to stop. Ranks and replicas change from one attempt to the next, tp does not. Then it is
-let end, and compared, line by line, with a run that nobody disturbed.
+with SIGKILL, or signalled to stop, while it starts, runs, or writes its outputs. Ranks and replicas change from one
+attempt to the next, tp does not. Then it is let end, and compared, line by line, with a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from typing import Any
 import h5py
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mpillm.formats.journal import Reader  # noqa: E402
+from mpillm.formats.part_records import REQUEST  # noqa: E402
+
 KINDS = ("kill a rank", "kill a guard", "kill mpirun", "kill all", "stop by mpirun", "stop by one rank", "stop twice")
 STOPPED, PATIENCE = 75, 40.0
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -37,6 +42,8 @@ class Job:
 
     def __init__(self, mpirun: str, ranks: int, output: Path, options: list[str]) -> None:
         self.output, self.log = output, output.with_suffix(".log")
+        self.parts = output.with_name(output.name + ".parts")
+        self.earlier = self.journals()
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "mpillm.main", "--output", str(output), *options]
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         with open(self.log, "ab") as log:
@@ -57,9 +64,28 @@ class Job:
         workers = sorted(pid for pid, parent in parents.items() if parent in parents)
         return {"workers": workers, "guards": sorted(set(parents) - set(workers))}
 
+    def journals(self) -> set[Path]:
+        """Those of finished lines, of all attempts."""
+        return set(self.parts.glob("requests-*.journal"))
+
     def runs(self) -> bool:
-        """Whether the first journal is there."""
-        return any(self.output.with_name(self.output.name + ".parts").glob("requests-*.journal"))
+        """Whether this attempt's first journal is there."""
+        return bool(self.journals() - self.earlier)
+
+    def finished(self, *, earlier: bool = False) -> int:
+        """Lines in the journals of this attempt, or of those before it."""
+        paths = self.earlier if earlier else self.journals() - self.earlier
+        return sum(record.kind == REQUEST for path in paths if path.exists() for record in Reader(str(path)))
+
+    def await_lines(self, count: int) -> None:
+        """Wait until this attempt has finished so many lines, or has ended."""
+        while self.process.poll() is None and self.finished() < count:
+            time.sleep(0.02)
+
+    def await_fold(self) -> None:
+        """Wait until the outputs are made from the journals, or it has ended."""
+        while self.process.poll() is None and not self.output.with_name(self.output.name + ".tmp").exists():
+            time.sleep(0.001)
 
     def await_begin(self) -> float:
         """Wait until it runs, or has ended; the seconds that this took."""
@@ -131,6 +157,7 @@ class Tally:
     strikes: Counter[str] = field(default_factory=Counter)
     hit: Counter[str] = field(default_factory=Counter)       # strikes that ended an attempt before it was done
     codes: Counter[int] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
     lost: int = 0
     doubled: int = 0
     differing: int = 0
@@ -166,25 +193,34 @@ def account(tally: Tally, expected: list[tuple[int, Any]], output: Path, results
 
 
 def torment(tally: Tally, folder: Path, mpirun: str, shapes: list[int], options: list[str], kinds: list[str],
-            expected: list[tuple[int, Any]], chance: random.Random, spans: tuple[float, float]) -> None:
+            expected: list[tuple[int, Any]], chance: random.Random, start: float) -> None:
     """One run: an attempt for each of ``kinds``, struck at a random moment, then one that ends; all accounted for.
 
-    ``shapes``: numbers of ranks to choose from; ``spans``: seconds that an undisturbed run takes to begin, and then.
+    ``shapes``: numbers of ranks to choose from; ``start``: seconds that an undisturbed run takes to begin.
     """
     output, results = folder / "out.h5", folder / "out.results.jsonl"
     options = [*options, "--results", str(results), "--resume"]
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
         job = Job(mpirun, chance.choice(shapes), output, options)
-        early = chance.random() < 0.2
-        if not early:
+        when = chance.choices(("start", "run", "fold"), (2, 7, 1))[0]
+        if when == "start":
+            time.sleep(chance.uniform(0, start))
+        elif when == "run":
             job.await_begin()
-        # The rest of the work grows shorter with each attempt
-        time.sleep(chance.uniform(0, spans[0] if early else spans[1] / len(kinds)))
+            left = len(expected) - job.finished(earlier=True)
+            job.await_lines(int(chance.uniform(0, left / (len(kinds) - number))))
+            time.sleep(chance.uniform(0, 0.3))
+        else:
+            job.await_fold()
+            time.sleep(chance.uniform(0, 0.02))
         strike(job, kind, chance)
         code = job.end(120)
         tally.strikes[kind] += 1
         tally.codes[code] += 1
         tally.hit[kind] += code != 0
+        tally.moments[when] += 1
+        if output.exists() and not job.parts.exists():
+            break                      # it came too late: nothing is left to strike
     code = Job(mpirun, chance.choice(shapes), output, options).end(300)
     assert code == 0, f"the last attempt ended with {code}: {(folder / 'out.log').read_text()[-3000:]}"
     account(tally, expected, output, results)
@@ -237,11 +273,13 @@ def main() -> int:
             own = folder / f"run{run}"
             own.mkdir()
             kinds = [chance.choice(KINDS) for _ in range(given.kills)]
-            torment(tally, own, given.mpirun, [2, 4], options, kinds, expected, chance, spans)
+            torment(tally, own, given.mpirun, [2, 4], options, kinds, expected, chance, spans[0])
             print(f"run {run}: {', '.join(kinds)}: {tally.row()}", flush=True)
     print("| runs | strikes | before the end | prompts | lost | doubled | differing |\n|---|---|---|---|---|---|---|")
     print(tally.row())
-    print("strikes:", ", ".join(f"{kind} {count}" for kind, count in tally.strikes.items()))
+    print("strikes:", ", ".join(f"{kind} {count} ({tally.hit[kind]} before the end)"
+                                for kind, count in sorted(tally.strikes.items())))
+    print("moments:", ", ".join(f"{when} {count}" for when, count in sorted(tally.moments.items())))
     print("exit codes of mpirun:", ", ".join(f"{code}: {count}" for code, count in sorted(tally.codes.items())))
     return int(bool(tally.lost or tally.doubled or tally.differing))
 

@@ -14,6 +14,7 @@ from mpillm.engine.request import FailedLine, Request, Result, sequence_seed
 from mpillm.engine.results import error_line, result_line
 from mpillm.errors import OutputError
 from mpillm.formats.parts import RankPart, RequestsPart, SequenceRecord
+from mpillm.machine.guard import board
 
 
 class ReplicaOutput:
@@ -109,6 +110,7 @@ class ReplicaOutput:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close the parts; what was finished before an exception is kept."""
+        board().say("writing its journals")
         with contextlib.suppress(OutputError) if kind is not None else contextlib.nullcontext():
             self._journal_steps()
         for part in self._parts:
