@@ -15,6 +15,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm import experts as _experts
+from mpillm.cache import (
+    BLOCK,
+    KV_TYPES,
+    Heads,
+    LayerCache,
+    Rows,
+    allocate_cache,
+    cache_block_nbytes,
+    cache_shape,
+    check_kv,
+)
 from mpillm.experts import Experts, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
@@ -30,21 +41,7 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
-from mpillm.plan import (
-    BLOCK,
-    KV_TYPES,
-    ROOM_WIDTH,
-    WANTED,
-    HeadNorms,
-    Heads,
-    LayerCache,
-    Plan,
-    Rows,
-    allocate_cache,
-    cache_block_nbytes,
-    cache_shape,
-    check_kv,
-)
+from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -216,7 +213,7 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "Experts", "HeadNorms", "Heads",
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms", "Heads",
            "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes",
            "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
            "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
