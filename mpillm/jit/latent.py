@@ -14,12 +14,14 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
+from mpillm.jit.elementwise import norm_row, rotate_row
 from mpillm.jit.fused import ACTIVATIONS, INTS, PAIRS, activation, product
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, reads
 from mpillm.jit.isa import quantised, select
 from mpillm.jit.isa.amx import SCRATCH
 from mpillm.jit.isa.generic import store_number
 from mpillm.jit.isa.quantised import quantise_row
+from mpillm.jit.moe import kind_of
 from mpillm.jit.tape import Operation
 
 
@@ -117,3 +119,69 @@ def product_operation(name: str) -> Operation:
     return Operation(_product_core(product(name)), f"latent_product_{name}_{select.key()}", (
         INT, INT, ACTIVATIONS[activation(name)], VECTOR, INTS, INT, INT, reads(ELEMENTS[name]), w_scales, INT, INT,
         VECTOR, types.uint16[::1], F32_1, INT, F32_1, types.uint8[::1], F32_1, INT, INT, INT))
+
+
+@policy.helper
+def _rows_part(part, parts, rows, rank, rope, x, x_stride, weight, eps, cos, sin, heads, nope, q, q_stride, absorbed,
+               normed, normed_stride):
+    """Norm each row's latent and rotate what stands behind it, and the last columns of each query head, in place.
+
+    ``absorbed`` [T][H][rank + rope], if there is room, gets the rotated ones behind its first ``rank`` columns; ``normed``,
+    likewise, a copy of the latent.
+    """
+    for item in range(part * rows * (heads + 1) // parts, (part + 1) * rows * (heads + 1) // parts):
+        m, head = item // (heads + 1), item % (heads + 1)
+        angle = m * (rope // 2)
+        if head == heads:
+            start = m * x_stride
+            norm_row(x, start, weight, rank, eps, x, start)
+            rotate_row(x, start + rank, cos, sin, angle, rope)
+            if normed.size:
+                for i in range(rank):
+                    normed[m * normed_stride + i] = x[start + i]
+            continue
+        start = m * q_stride + head * (nope + rope) + nope
+        rotate_row(q, start, cos, sin, angle, rope)
+        if absorbed.size:
+            to = (m * heads + head) * (rank + rope) + rank
+            for i in range(rope):
+                absorbed[to + i] = q[start + i]
+
+
+@policy.helper
+def _spread_part(part, parts, rows, heads, nope, rope, value, k, k_stride, k_step, v, v_stride, v_step, rotated,
+                 rotated_stride, keys, values):
+    """keys [T][H][nope + rope], values [T][H][value] of each head's parts and the rotated columns that all share."""
+    for item in range(part * rows * heads // parts, (part + 1) * rows * heads // parts):
+        m, head = item // heads, item % heads
+        start, to = m * k_stride + head * k_step, item * (nope + rope)
+        for i in range(nope):
+            keys[to + i] = k[start + i]
+        start, to = m * rotated_stride, to + nope
+        for i in range(rope):
+            keys[to + i] = rotated[start + i]
+        start, to = m * v_stride + head * v_step, item * value
+        for i in range(value):
+            values[to + i] = v[start + i]
+
+
+@lru_cache(None)
+def rows_operation() -> Operation:
+    """Latents normed, rotated columns rotated."""
+    return Operation(_rows_part, "latent_rows", (
+        INT, INT, INT, F32_1, INT, VECTOR, types.float32, VECTOR, VECTOR, INT, INT, F32_1, INT, F32_1,
+        F32_1, INT))
+
+
+@lru_cache(None)
+def spread_operation() -> Operation:
+    """Keys and values of every head."""
+    return Operation(_spread_part, "latent_spread", (
+        INT, INT, INT, INT, INT, VECTOR, INT, INT, VECTOR, INT, INT, VECTOR, INT, F32_1, F32_1))
+
+
+def warm_up(names: list[str]) -> list[Any]:
+    """What makes each kernel of latent attention whose weights have these formats."""
+    kinds = sorted({kind_of(name) for name in names})
+    return [*(lambda name=name: product_operation(name) for name in names),
+            *(lambda kind=kind: take_operation(kind) for kind in kinds), rows_operation, spread_operation]
