@@ -141,6 +141,8 @@ def prepare(given: dict[str, Any], settings: config.RunConfig, text: Text) -> tu
     with contextlib.closing(checkpoint):
         for line in checkpoint.warnings:
             LOG.warning("%s", line)
+        for line in checkpoint.notes:
+            LOG.info("%s", line)
         tokenizer = run.open_tokenizer(path, checkpoint, settings)
     if tokenizer is None:
         raise UsageError(f"{path} has no tokenizer: text cannot be scored; use a run with prompt_token_ids, "

@@ -97,6 +97,8 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
+            for line in checkpoint.notes:
+                LOG.info("%s", line)
             hold.tokenizer = tokenizer = open_tokenizer(path, checkpoint, settings)
             identity = resume.identity(settings, model, checkpoint, template_of(settings))
         if hold.outputs.finished:

@@ -28,12 +28,12 @@ def open_subject(path: str | None, weights: str, tie_embeddings: bool = False) -
             return Latent(figures, weights), "config.json"
         if not os.path.isdir(path) or not any(name.endswith((".safetensors", ".gguf")) for name in listing(path)):
             return Dense(*stated_model(where, tie_embeddings), weights), "config.json"
+    latent = _latent_gguf(path, weights)
+    if latent is not None:
+        return latent, "the GGUF file's header"
     try:
         model, checkpoint = open_model(path, tie_embeddings)
     except ModelError as error:
-        latent = _latent_gguf(path, weights)
-        if latent is not None:
-            return latent, "the GGUF file's header"
         if where is None:
             raise
         # Weights that are not there yet, such as git-lfs pointers, do not stand in a plan's way

@@ -140,7 +140,7 @@ class Checkpoint:
     """Tensors of a model in one or several files; subclasses fill the attributes.
 
     ``kind`` is 'hf' or 'gguf'; ``metadata`` holds config.json's content or GGUF's keys and values;
-    ``warnings`` collects sentences that a user should see once.
+    ``warnings`` collects sentences that a user should see once, ``notes`` those that are good to know.
     """
 
     kind = ""
@@ -150,6 +150,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self.metadata: dict[str, Any] = {}
         self.warnings: list[str] = []
+        self.notes: list[str] = []
         self.sources: list[Source] = []
         self._stored: dict[str, Stored] = {}
 

@@ -25,7 +25,7 @@ class RopeScaling:
     beta_slow: float = 1.0                # yarn
     attention_factor: float | None = None  # yarn: multiplies cos and sin; None = derived as transformers does
     mscale: float | None = None           # yarn
-    mscale_all_dim: float | None = None   # yarn
+    mscale_all_dim: float | None = None   # yarn; DeepSeek's softmax with any kind (models/config)
     truncate: bool = True                 # yarn
     factors: tuple[float, ...] | None = None  # GGUF rope_freqs.weight: divides each frequency
 
@@ -117,14 +117,16 @@ def _yarn(head_dim: int, theta: float, f: RopeScaling, base: np.ndarray) -> np.n
     return base / np.float32(f.factor) * ramp + base * (1 - ramp)
 
 
-def _attention_factor(f: RopeScaling) -> float:
-    def magnitude(mscale: float) -> float:
-        return 1.0 if f.factor <= 1 else 0.1 * mscale * math.log(f.factor) + 1.0
+def magnitude(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's figure for the sharper attention that positions stretched by ``factor`` need."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _attention_factor(f: RopeScaling) -> float:
     if f.kind != "yarn":
         return 1.0
     if f.attention_factor is not None:
         return f.attention_factor
     if f.mscale and f.mscale_all_dim:
-        return magnitude(f.mscale) / magnitude(f.mscale_all_dim)
-    return magnitude(1.0)
+        return magnitude(f.factor, f.mscale) / magnitude(f.factor, f.mscale_all_dim)
+    return magnitude(f.factor)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from mpillm.models.config import ModelConfig
 
-ROUTER = "mlp.gate.weight"
+ROUTER, CORRECTION = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
+SHARED = "mlp.shared_experts."
+GGUF_SHARED = {f"{SHARED}{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -25,23 +27,34 @@ class Place:
 
 
 def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names within a layer, and the shapes (outputs, inputs) that the figures give."""
+    """Names within a layer, and the shapes (outputs, inputs) that the figures give.
+
+    Shared experts are one feed-forward, as wide as all of them.
+    """
     up, down = (config.expert_intermediate, config.hidden), (config.hidden, config.expert_intermediate)
     shapes: dict[str, tuple[int, ...]] = {ROUTER: (config.experts, config.hidden)}
     for e in range(config.experts):
         shapes |= {f"mlp.experts.{e}.gate_proj.weight": up, f"mlp.experts.{e}.up_proj.weight": up,
                    f"mlp.experts.{e}.down_proj.weight": down}
+    if config.routing.bias:
+        shapes[CORRECTION] = (config.experts,)
+    if config.shared_experts:
+        width = config.shared_experts * config.expert_intermediate
+        up, down = (width, config.hidden), (config.hidden, width)
+        shapes |= {f"{SHARED}gate_proj.weight": up, f"{SHARED}up_proj.weight": up, f"{SHARED}down_proj.weight": down}
     return shapes
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor's full name is of experts or their router."""
-    return ".mlp.experts." in name or name.endswith("." + ROUTER)
+    """Whether a tensor's full name is of experts to choose among or their router."""
+    return ".mlp.experts." in name or name.endswith(("." + ROUTER, "." + CORRECTION))
 
 
 def places(config: ModelConfig, kind: str, name: str) -> list[Place]:
     """Where a checkpoint of ``kind`` may have an expert's or a router's tensor ``name``, likely ones first."""
     layer, within = name.split(".", 3)[2:]
+    if within == CORRECTION:
+        return [Place(f"blk.{layer}.exp_probs_b.bias" if kind == "gguf" else name, (config.experts,))]
     if within == ROUTER:
         shape = (config.experts, config.hidden)
         names = [f"blk.{layer}.ffn_gate_inp.weight"] if kind == "gguf" else _routers(config, layer)

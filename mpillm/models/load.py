@@ -212,7 +212,7 @@ class Loader:
 
         packer = kernels.Packer("f32", c.experts, k)
         router = self._fill(packer, [_Piece(prefix + ROUTER, Span(0, c.experts))], range(c.hidden))
-        return kernels.Experts(router, gate_up, packed, c.experts_chosen, c.experts_normed, width, c.hidden)
+        return kernels.Experts(router, gate_up, packed, c.experts_chosen, c.routing.normed, width, c.hidden)
 
     def _fill(self, packer: kernels.Packer, pieces: Sequence[_Piece], columns: range,
               height: int = 0) -> kernels.PackedMatrix:
@@ -239,7 +239,8 @@ class Loader:
         step = max(PANEL, CHUNK_BYTES // (4 * max(1, len(columns))) // PANEL * PANEL)
         for piece in pieces:
             stored_as = KEPT.get(self.weights.info(piece.name).dtype)
-            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(columns) == packer.k
+            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(columns) == packer.k \
+                and self.weights.in_rows(piece.name)
             for first in range(piece.rows.start, piece.rows.stop, step):
                 rows = range(first, min(first + step, piece.rows.stop))
                 values = self.weights.read_raw(piece.name, rows, columns) if raw else \

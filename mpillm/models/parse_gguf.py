@@ -11,8 +11,10 @@ from mpillm.formats.checkpoint import Checkpoint
 from mpillm.models.config import ModelConfig, RopeScaling
 from mpillm.models.expert_figures import gguf_expert_figures
 from mpillm.models.fields import MAX_LAYERS, Fields, checked_rope, head_figures, known_ids, shown
+from mpillm.models.latent_figures import GGUF_ARCHITECTURE as DEEPSEEK
+from mpillm.models.latent_figures import gguf_latent_figures
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", DEEPSEEK)
 SUPPORTED = ", ".join(ARCHITECTURES)
 ROPE_FACTORS = "rope_freqs.weight"
 # Keys that may hold one figure for each layer, and keys with the values that leave the arithmetic as it is.
@@ -37,32 +39,34 @@ def gguf_config(checkpoint: Checkpoint, name: str = "") -> ModelConfig:
     fields = Fields(f"{meta.where}: {arch}", values)
     _refuse_unsupported(fields)
     values.update({key: _uniform(fields, key) for key in _PER_LAYER})
-    experts = gguf_expert_figures(fields, arch)
-    if bool(experts) != (arch == "qwen3moe") and arch != "llama":
+    n_layers = _layers(fields)
+    experts = gguf_expert_figures(fields, arch, n_layers)
+    if bool(experts) != (arch == "qwen3moe") and arch not in ("llama", DEEPSEEK):
         raise meta.error(f"architecture {arch} with {fields.natural('expert_count', 0)} experts is not supported; "
                          f"these are: {SUPPORTED}")
-    n_layers = fields.positive("block_count")
-    if n_layers > MAX_LAYERS:
-        raise fields.error(f"block_count is {n_layers}, more than {MAX_LAYERS}: damaged")
     hidden, n_heads = fields.positive("embedding_length"), fields.positive("attention.head_count")
     n_kv_heads = fields.positive("attention.head_count_kv", n_heads)
-    head_dim = _head_dim(fields, hidden, n_heads, n_kv_heads)
+    latent = gguf_latent_figures(fields, arch)
+    if latent:
+        n_kv_heads, head_dim = 1, latent["nope_dim"] + latent["rope_dim"]
+    else:
+        head_dim = _head_dim(fields, hidden, n_heads, n_kv_heads)
     vocab = _vocab(checkpoint, meta)
     ends = [token for key in _END_KEYS for token in meta.token_ids(key)]
     starts = known_ids(meta, meta.token_ids("tokenizer.ggml.bos_token_id"), vocab, checkpoint.warnings)
-    theta, rope = _rope(checkpoint, fields, head_dim)
+    theta, rope = _rope(checkpoint, fields, latent.get("rope_dim", head_dim), bool(latent))
     return ModelConfig(
-        architecture=_named(arch, bool(experts)), hidden=hidden, n_layers=n_layers, n_heads=n_heads,
+        architecture=_named(arch, experts), hidden=hidden, n_layers=n_layers, n_heads=n_heads,
         n_kv_heads=n_kv_heads, head_dim=head_dim, vocab=vocab,
         intermediate=fields.positive("feed_forward_length", experts.get("expert_intermediate")),
         max_positions=fields.positive("context_length"),
         rms_eps=fields.number("attention.layer_norm_rms_epsilon"), rope_theta=theta, rope=rope,
         tied="output.weight" not in checkpoint.tensors,
-        qkv_bias=_any_bias(checkpoint, ("attn_q", "attn_k", "attn_v")),
+        qkv_bias=_any_bias(checkpoint, ("attn_q_a", "attn_kv_a_mqa") if latent else ("attn_q", "attn_k", "attn_v")),
         output_bias=_any_bias(checkpoint, ("attn_output",)),
         mlp_bias=_any_bias(checkpoint, ("ffn_gate", "ffn_up", "ffn_down")), qk_norm=arch in ("qwen3", "qwen3moe"),
         windows=_windows(fields, n_layers), bos_id=starts[0] if starts else None,
-        eos_ids=known_ids(meta, ends, vocab, checkpoint.warnings), name=name, **experts)
+        eos_ids=known_ids(meta, ends, vocab, checkpoint.warnings), name=name, **latent, **experts)
 
 
 def _architecture(meta: Fields) -> str:
@@ -77,8 +81,20 @@ def _architecture(meta: Fields) -> str:
     return arch
 
 
-def _named(arch: str, experts: bool) -> str:
-    """Our name of an architecture: files of Mixtral say llama."""
+def _layers(fields: Fields) -> int:
+    """Layers but for those that predict further tokens, which some files count."""
+    count, ahead = fields.positive("block_count"), fields.natural("nextn_predict_layers", 0)
+    if count > MAX_LAYERS:
+        raise fields.error(f"block_count is {count}, more than {MAX_LAYERS}: damaged")
+    if ahead >= count:
+        raise fields.error(f"nextn_predict_layers is {ahead} of {count} layers: damaged")
+    return count - ahead
+
+
+def _named(arch: str, experts: dict[str, Any]) -> str:
+    """Our name of an architecture: files of Mixtral say llama, those of DeepSeek-V2 and V3 deepseek2."""
+    if arch == DEEPSEEK:
+        return "deepseek_v3" if experts and experts["routing"].scoring == "sigmoid" else "deepseek_v2"
     return {"llama": "mixtral" if experts else "llama", "qwen3moe": "qwen3_moe"}.get(arch, arch)
 
 
@@ -134,7 +150,7 @@ def _windows(fields: Fields, n_layers: int) -> tuple[int | None, ...]:
     return tuple(window if slides else None for slides in pattern)
 
 
-def _rope(checkpoint: Checkpoint, fields: Fields, head_dim: int) -> tuple[float, RopeScaling]:
+def _rope(checkpoint: Checkpoint, fields: Fields, head_dim: int, latent: bool) -> tuple[float, RopeScaling]:
     theta = fields.number("rope.freq_base", 10000.0)
     factors = _factors(checkpoint, fields, head_dim)
     # As llama.cpp: a factor without a type is linear, 0 is none; scale_linear is the old name.
@@ -147,25 +163,30 @@ def _rope(checkpoint: Checkpoint, fields: Fields, head_dim: int) -> tuple[float,
         return theta, RopeScaling("linear", factor, fields.positive("context_length"), factors=factors)
     if kind != "yarn":
         raise fields.error(f"rope scaling {shown(kind)} is not supported; these are: none, linear, yarn")
-    return theta, checked_rope(fields, theta, _yarn(fields, factor, factors), head_dim)
+    return theta, checked_rope(fields, theta, _yarn(fields, factor, factors, latent), head_dim)
 
 
-def _yarn(fields: Fields, factor: float, factors: tuple[float, ...] | None) -> RopeScaling:
-    for key, neutral in (("rope.scaling.yarn_log_multiplier", (0.0,)),
-                         ("rope.scaling.yarn_ext_factor", (1.0, -1.0))):
-        value = fields.number(key, neutral[0], "any")
-        if value not in neutral:
-            raise fields.error(f"{key} {value} is not supported")
+def _yarn(fields: Fields, factor: float, factors: tuple[float, ...] | None, latent: bool) -> RopeScaling:
+    """With a latent, as llama.cpp: cosines and sines are not scaled, and yarn_log_multiplier is 0.1 mscale_all_dim."""
+    sharper = fields.number("rope.scaling.yarn_log_multiplier", 0.0, "any")
+    refused = [("yarn_ext_factor", fields.number("rope.scaling.yarn_ext_factor", 1.0, "any"), (1.0, -1.0)),
+               ("yarn_log_multiplier", sharper, (0.0,))]
     # llama.cpp multiplies its own 0.1 ln(factor) + 1 with the stated factors.
     stated = math.prod(fields.number(f"rope.scaling.{key}", 1.0)
                        for key in ("attn_factor", "yarn_attn_factor"))
     derived = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    attention_factor = None if stated == 1.0 else stated * derived
+    if latent:
+        refused[1:], attention_factor = [("yarn_attn_factor", stated, (1.0,))], 1.0
+    for key, value, neutral in refused:
+        if value not in neutral:
+            raise fields.error(f"rope.scaling.{key} {value} is not supported")
     return RopeScaling(
         "yarn", factor,
         fields.positive("rope.scaling.original_context_length", fields.positive("context_length")),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=None if stated == 1.0 else stated * derived, factors=factors)
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0), attention_factor=attention_factor,
+        mscale_all_dim=round(10 * sharper, 6) or None, factors=factors)
 
 
 def _factors(checkpoint: Checkpoint, fields: Fields, head_dim: int) -> tuple[float, ...] | None:

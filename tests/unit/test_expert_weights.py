@@ -151,10 +151,10 @@ def test_bytes_are_known_before_loading(tmp_path, asked, changes):
 def test_figures_of_both_architectures():
     found = hf_config("c", MIXTRAL, {})
     assert (found.experts, found.experts_chosen, found.expert_intermediate) == (COUNT, 2, WIDTH)
-    assert found.experts_normed and found.has_experts(0) and found.windows == (None, None)
+    assert found.routing.normed and found.has_experts(0) and found.windows == (None, None)
     found = hf_config("c", QWEN3 | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3],
                                     "norm_topk_prob": False}, {})
-    assert found.dense == (0, 2, 3, 4) and not found.experts_normed and found.qk_norm
+    assert found.dense == (0, 2, 3, 4) and not found.routing.normed and found.qk_norm
     renamed = {key: value for key, value in QWEN3.items() if key != "num_experts"} | {"num_local_experts": 7}
     assert hf_config("c", renamed, {}).experts == 7
 
