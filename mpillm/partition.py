@@ -87,6 +87,8 @@ class Sizes:
     experts_chosen: int = 0      # of them for each row
     dense_layers: int = 0        # that have no experts among layers that do
     dense_intermediate: int = 0  # feed-forward columns of these
+    latent_head: int = 0         # latent attention: weights of a query head; head_dim counts the columns that all
+                                 # heads share, the one KV head's; 0: K and V of each KV head
 
     def __post_init__(self) -> None:
         for name in ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate", "vocab",
@@ -271,7 +273,8 @@ class _Prices:
         attn, ffn, vocab = (Fraction(b) for b in (sizes.bytes_attn, sizes.bytes_ffn, sizes.bytes_vocab))
         scale = lcm(attn.denominator, ffn.denominator, vocab.denominator)
         stacked = scale * sizes.hidden * sizes.n_layers
-        return _Prices(head=int(2 * sizes.head_dim * stacked * attn), kv_column=int(2 * stacked * attn),
+        return _Prices(head=int((sizes.latent_head * scale * sizes.n_layers or 2 * sizes.head_dim * stacked) * attn),
+                       kv_column=int((1 if sizes.latent_head else 2) * stacked * attn),
                        column=int(3 * scale * sizes.hidden * ffn) * (sizes.n_layers - sizes.dense_layers)
                        * max(1, sizes.experts_chosen),
                        dense=int(3 * scale * sizes.hidden * ffn) * sizes.dense_layers,

@@ -250,10 +250,14 @@ class Plan:
         self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
                       _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
 
-    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray, whole_k: np.ndarray,
-                       whole_v: np.ndarray) -> None:
-        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments()."""
-        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
+    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray | None, whole_k: np.ndarray,
+                       whole_v: np.ndarray | None) -> None:
+        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments().
+
+        ``v`` and ``whole_v`` None: one latent's columns instead of K and V.
+        """
+        none = _NOTHING if v is None else v, _NOTHING if whole_v is None else whole_v
+        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, none[0], _stride(k), whole_k, none[1],
                       _stride(whole_k), ROWS)
 
     def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:

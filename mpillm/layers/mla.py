@@ -87,7 +87,9 @@ class LatentAttention:
             return
 
         def exchange(rows: int) -> None:
-            whole[:rows] = gather.run(np.ascontiguousarray(columns[:rows]), None)[0]
+            found, _ = gather.run(np.ascontiguousarray(columns[:rows]), None)
+            if self.heads.n_heads:          # else there is nothing that is needed here
+                whole[:rows] = found
 
         plan.call("exchange", exchange)
 

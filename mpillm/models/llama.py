@@ -5,6 +5,7 @@ Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(nor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpillm import kernels
 from mpillm.kernels import Heads, LayerCache, Rows
 from mpillm.layers.attention import Attention, KVGather
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
+from mpillm.layers.mla import LatentAttention
 from mpillm.layers.mlp import GatedMLP
 from mpillm.layers.moe import ExpertMLP
 from mpillm.layers.norm import RMSNorm
@@ -44,7 +46,7 @@ class Block:
     """One decoder layer."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm
     mlp: GatedMLP | ExpertMLP
 
@@ -125,27 +127,33 @@ def local_heads(config: ModelConfig, share: Share) -> Heads:
 
 def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
     """Read one share of the model, layer by layer. Raises ModelError."""
-    embedding, head = load.embedding_and_head()
     heads = local_heads(config, load.share)
-    blocks = [_block(config, load, heads, gather, index) for index in range(config.n_layers)]
+    return decoder(config, load, lambda layer: _attention(config, load, heads, gather, layer))
+
+
+def decoder(config: ModelConfig, load: Loader, attention: Callable[[int], Attention | LatentAttention]) -> Llama:
+    """The same of a model whose layers' ``attention`` is read by the caller. Raises ModelError."""
+    embedding, head = load.embedding_and_head()
+
+    def block(layer: int) -> Block:
+        before, after = (RMSNorm(load.vector(LAYER.format(layer) + VECTORS[which]), config.rms_eps)
+                         for which in ("attention_norm", "mlp_norm"))
+        return Block(before, attention(layer), after, _feed_forward(config, load, layer))
+
+    blocks = [block(layer) for layer in range(config.n_layers)]
     norm = RMSNorm(load.vector(FINAL_NORM), config.rms_eps)
-    return Llama(embedding, blocks, norm, head, Rope(config.head_dim, config.rope_theta, config.rope))
+    return Llama(embedding, blocks, norm, head, Rope(config.rotated, config.rope_theta, config.rope))
 
 
-def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, index: int) -> Block:
-    prefix = LAYER.format(index)
-    kv_rows = load.share.kv_columns
-
-    def norm(which: str) -> RMSNorm:
-        return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps)
+def _attention(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, layer: int) -> Attention:
+    prefix, kv_rows = LAYER.format(layer), load.share.kv_columns
 
     def head_norm(which: str) -> RMSNorm | None:
-        return norm(which) if config.qk_norm else None
+        return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps) if config.qk_norm else None
 
     qkv = load.columns_apart([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
-    attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
-                          head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
-    return Block(norm("attention_norm"), attention, norm("mlp_norm"), _feed_forward(config, load, index))
+    return Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
+                     head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[layer] or 0)
 
 
 def _feed_forward(config: ModelConfig, load: Loader, index: int) -> GatedMLP | ExpertMLP:
