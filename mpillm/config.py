@@ -20,6 +20,8 @@ from mpillm.quant import recipe
 WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
+MLA = ("auto", "0", "1", "2", "3")
+CHUNK = 512        # prompt tokens in a step, unless something else is asked for or better
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
 WIRES = ("f32", "bf16", "q8_0")
@@ -43,6 +45,7 @@ class RunConfig:
     # the model in memory
     weights: str = "auto"
     kv_type: str = "bf16"
+    mla: str = "auto"
     kv_memory: int | None = None
     max_model_len: int | None = None
     tie_embeddings: bool = False
@@ -58,7 +61,7 @@ class RunConfig:
     pin: bool = True
     # the batch
     max_batch: int = 32
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     batching: str = "continuous"
     # defaults of the lines
     max_tokens: int = 256
@@ -84,6 +87,7 @@ class RunConfig:
         object.__setattr__(self, "weights", str(recipe.parse(self.weights)))     # one way to write it
         _one_of("kv-type", self.kv_type, KV_TYPES)
         _one_of("kv-mode", self.kv_mode, KV_MODES)
+        _one_of("mla", self.mla, MLA)
         _one_of("logits", self.logits, LOGITS)
         _one_of("logits-type", self.logits_type, ("f16", "f32"))
         if self.collectives == "ordered":      # its name in version 0.1
@@ -114,6 +118,11 @@ class RunConfig:
             raise UsageError(f"--exchange-timeout {self.exchange_timeout:g} must be above 0 (seconds), at most 1e9")
         if self.progress_every <= 0:
             raise UsageError(f"--progress-every {self.progress_every} must be above 0 (seconds)")
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens in a step."""
+        return CHUNK if self.prefill_chunk is None else self.prefill_chunk
 
     @property
     def output_path(self) -> str:

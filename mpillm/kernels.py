@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm import experts as _experts
+from mpillm import latent as _latent
 from mpillm.cache import (
     BLOCK,
     KV_TYPES,
@@ -41,6 +42,7 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
+from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
 from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
@@ -176,16 +178,18 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False) -> None:
+            experts: bool = False, latent: bool = False) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some.
+    ``experts``: the model has some; ``latent``: its attention is latent attention.
     """
     check_kv(kv_type)
     names = list(weight_formats)
     needed = _needed(names, kv_type, fast)
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
+    if latent:
+        needed = [*_latent.warm_up(names), *needed]
     for make in needed[part::parts]:
         make()
 
@@ -213,8 +217,9 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms", "Heads",
-           "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes",
-           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
-           "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
-           "tested_tier", "threads", "tier", "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms",
+           "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache",
+           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup",
+           "lowest_tier", "packed_nbytes", "prepare_threads", "record_by_heads", "record_experts", "record_rows",
+           "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k",
+           "warm_up"]

@@ -165,7 +165,7 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     """One run of ``amount`` tokens ("tg") or sequences ("pp") on ``cache``. Raises ModelError."""
     replica, settings = loaded.replica, loaded.settings
     sequences = sequences_of(test, amount, loaded.config.vocab)
-    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.prefill_chunk)
+    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.chunk)
     shares, sink = loaded.split.partition.shares, _Sink()
     share = shares[replica.rank]
     sampler = Sampler(replica, share.vocab.start, max(other.vocab.size for other in shares))
@@ -233,7 +233,7 @@ def measure_model(loaded: Loaded, tests: list[SpeedTest], repetitions: int, seco
 
 def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: float,
                   limits: MachineLimits) -> dict[str, Any] | None:
-    world, chunk = loaded.ranks.world, loaded.settings.prefill_chunk
+    world, chunk = loaded.ranks.world, loaded.settings.chunk
     whole = test.count if test.kind == "tg" else test.batch
     # Try one step (of one sequence, where they run one behind another): it warms up, and shows what is affordable
     first = min(2, whole) if test.kind == "tg" else 1
@@ -274,7 +274,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
          limits: list[float], key: tuple[str, str]) -> dict[str, Any]:
     """The figures of a test, summed over the ranks where they are theirs."""
     world = loaded.ranks.world
-    steps = list(planned_steps(test, amount, loaded.settings.prefill_chunk))
+    steps = list(planned_steps(test, amount, loaded.settings.chunk))
     own = np.array([sum(map(loaded.costs.bytes_of, steps)), sum(map(loaded.costs.operations_of, steps))])
     moved, operations = map(float, np.sum(world.allgather(own), axis=0))
     speeds = [run.tokens / run.seconds for run in runs]

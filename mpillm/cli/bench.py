@@ -236,9 +236,11 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
         path = io.find_model(given.model)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         checkpoint.close()
-        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {}, 0)
+        own, model = setup.decided(settings, model)
+        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {}, 0, own)
 
     found = world.agree(job)
+    settings = found.settings
     weights = world.agree_all(lambda: Weights(open_checkpoint(found.path), found.model))
     free = min(world.allgather(world.free_nbytes()))
     split = world.agree(lambda: setup.choose_split(settings, found.model, weights, world.size, free))

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
-    batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
+    batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512; with --mla auto and a latent 4096)")
     batch.add_argument("--batching", choices=("continuous", "static"),
                        help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
                             "as a whole before the next one begins (static: slower, for comparison)")
@@ -123,6 +123,10 @@ def memory_options(memory: Any) -> None:
                              "bf16), or one for each group of tensors, such as attn=q8_0,ffn=q4_0,default=bf16; "
                              "groups: attn, ffn, shared, experts, embedding, head")
     memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
+    memory.add_argument("--mla", choices=config.MLA,
+                        help="what is cached of latent attention (DeepSeek): keys and values of each head (0), the "
+                             "latent and its values' part again (1), the latent (2), the latent, which prompts are "
+                             "brought out of for a stretch at a time (3); default auto: 3")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
                         help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
                              "--max-batch sequences of full length need)")

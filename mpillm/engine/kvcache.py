@@ -7,7 +7,31 @@ of :func:`kernels.cache_shape`.
 from __future__ import annotations
 
 from mpillm import kernels
+from mpillm.config import RunConfig
 from mpillm.kernels import LayerCache
+from mpillm.models.config import ModelConfig
+from mpillm.partition import Share
+
+
+def form(model: ModelConfig, share: Share) -> tuple[int, int, int]:
+    """(KV heads, columns of a key, columns of a value) that a share caches of a layer; 0: values are columns of keys."""
+    if not model.latent:
+        return share.kv_heads.size, model.head_dim, model.head_dim
+    if model.mla == 0:
+        return share.heads.size, model.head_dim, model.value_dim
+    return share.kv_heads.size, model.kv_rank + model.rope_dim, model.kv_rank if model.mla == 1 else 0
+
+
+def share_block_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
+    """Bytes of one block of a share's cache, all layers; 0 where nothing is cached."""
+    heads, key, value = form(model, share)
+    return block_bytes(run.kv_type, model.n_layers, heads, key, value_dim=value) if heads else 0
+
+
+def share_cache(run: RunConfig, model: ModelConfig, share: Share, n_blocks: int) -> list[LayerCache]:
+    """A share's cache."""
+    heads, key, value = form(model, share)
+    return allocate(run.kv_type, model.n_layers, n_blocks, heads, key, value_dim=value)
 
 
 def block_bytes(kv_type: str, n_layers: int, kv_heads: int, head_dim: int, kv_type_v: str = "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,6 +46,24 @@ class LoadedModel:
     nbytes: int
 
 
+LATENT_CHUNK = 4096        # prompt tokens in a step where the past is brought out of the latents for each
+
+
+def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]:
+    """Both with what ``--mla auto`` means for this model: mode 3, with larger steps of prompts unless they are given.
+
+    Raises UsageError for a mode that the model cannot have.
+    """
+    if not model.latent:
+        if run.mla != "auto":
+            raise UsageError(f"--mla {run.mla} is for models with latent attention (DeepSeek-V2, V3), and "
+                             f"{model.architecture} has keys and values of each KV head: leave it out")
+        return run, model
+    mode = 3 if run.mla == "auto" else int(run.mla)
+    chunk = LATENT_CHUNK if run.mla == "auto" and run.prefill_chunk is None else run.chunk
+    return (dataclasses.replace(run, mla=str(mode), prefill_chunk=chunk), dataclasses.replace(model, mla=mode))
+
+
 def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int,
                  choice: LayoutChoice | None = None) -> Split:
     """The layout and the split of the model over the ranks of a replica.
@@ -53,7 +72,8 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     largest tp that divides the ranks and fits. A layout that is asked for need only hold the weights; one that is
     chosen here leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
-    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
+    for share in partition(registry.sizes(model, weights, run.weights), 1).shares:
+        kvcache.share_block_bytes(run, model, share)        # raises where the type does not fit the heads
     if choice is None:
         found = layout(ranks, model.n_heads, lambda tp: fits(run, model, weights, tp, memory), run.tp)
         choice = LayoutChoice(found, "the largest that fits" if run.tp is None else f"--tp {run.tp}")
@@ -96,8 +116,7 @@ def context_of(run: RunConfig, model: ModelConfig) -> int:
 
 def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> int:
     """Bytes of one cache block, all layers, on ``rank``; 0 where no KV head is held."""
-    kv_heads = split.partition.shares[rank].kv_heads.size
-    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
+    return kvcache.share_block_bytes(run, model, split.partition.shares[rank])
 
 
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
@@ -106,7 +125,7 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     ``threads`` of a rank; None: those that the kernels have here.
     """
     threads = kernels.threads() if threads is None else threads
-    rows = room_for(run.prefill_chunk + run.max_batch)
+    rows = room_for(run.chunk + run.max_batch)
     widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
