@@ -82,6 +82,10 @@ class LayerCache:
         """Of keys and of values; "" where these are columns of the keys."""
         return self.kv_type, "" if self.values is None else self.kv_type_v
 
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
     def arguments(self) -> tuple[np.ndarray, ...]:
         """Keys and values, each followed by its memory as 16-bit words where scales stand in it."""
         values = self.keys if self.values is None else self.values

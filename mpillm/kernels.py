@@ -29,6 +29,7 @@ from mpillm.cache import (
 )
 from mpillm.experts import Experts, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
+from mpillm.jit import cache_rows as _cache_rows
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
 from mpillm.jit import fused as _fused
@@ -178,37 +179,47 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False, latent: bool = False) -> None:
+            experts: bool = False, kv_type_v: str = "", mla: int | None = None) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some; ``latent``: its attention is latent attention.
+    ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys. ``mla``: the mode of latent
+    attention, None where K and V are those of each KV head.
     """
-    check_kv(kv_type)
+    for kind in (kv_type, kv_type_v or kv_type):
+        check_kv(kind)
     names = list(weight_formats)
-    needed = _needed(names, kv_type, fast)
+    kv_types = kv_type, "" if mla in (2, 3) else kv_type_v or kv_type
+    needed = _needed(names, kv_types, fast)
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
-    if latent:
-        needed = [*_latent.warm_up(names), *needed]
+    if mla is None:
+        needed += _fused_with_cache(names, kv_types, fast)
+    else:
+        needed = [*_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types), *needed]
     for make in needed[part::parts]:
         make()
 
 
-def _needed(weight_formats: list[str], kv_type: str, fast: bool) -> list[Callable[[], Any]]:
+def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
     """What makes each kernel of a run, those that take long to compile first."""
-    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(kv_type), _exchange.warm_up]
+    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(*kv_types), _exchange.warm_up]
     for name in weight_formats:
         fast_here = fast and _select.at_least("avx512") and name in QUANTISED
-        made += [functools.partial(_fused.heads_operation, name, kv_type, fast_here),
-                 functools.partial(_fused.gated_operation, name, fast_here),
+        made += [functools.partial(_fused.gated_operation, name, fast_here),
                  functools.partial(_warm_up_linear, name, fast)]
         made += [_gemm.quantise_operation, _pack_blocks.pack_blocks_kernel, _pack_blocks.lookup_blocks_kernel,
                  _pack_blocks.encode_kernel] if name in QUANTISED else [
             functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
-    return [*made, lambda: _attention.rope_write_operation(kv_type), _attention.merge_operation,
-            _attention.tiles_kernel, _tape.warm_up]
+    return [*made, lambda: _attention.merge_operation(*kv_types), _attention.tiles_kernel, _tape.warm_up]
+
+
+def _fused_with_cache(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
+    """What makes queries, keys and values and writes the cache, where K and V are those of each KV head."""
+    fast = fast and _select.at_least("avx512")
+    return [*(functools.partial(_fused.heads_operation, name, *kv_types, fast and name in QUANTISED)
+              for name in weight_formats), functools.partial(_cache_rows.rope_write_operation, *kv_types)]
 
 
 def _warm_up_linear(name: str, fast: bool) -> None:

@@ -45,15 +45,10 @@ class _Tiling:
 
     number: int
     heads: Heads
-    shard: tuple[int, int]
+    width: int          # values of an output in the threads' room
 
     def cells(self, *names: str) -> tuple[_tape.Cell, ...]:
         return tuple(_tape.Cell(f"{name} {self.number}") for name in names)
-
-    @property
-    def width(self) -> int:
-        """Values of an output in the threads' room."""
-        return _attention.padded(self.heads.value_dim)
 
 
 class Plan:
@@ -279,7 +274,8 @@ class Plan:
         assert cache.values is not None, "rope_write: the cache holds no values of their own"
         self._check_cache("rope_write", cache, heads)
         self.tape.add("rope", _cache_rows.rope_write_operation(*cache.types), ROWS, q, _stride(q), k, _stride(k), v,
-                      _stride(v), heads.n_heads, n_kv, size, heads.value_dim, *self._head_arguments(heads, norms, cache))
+                      _stride(v), heads.n_heads, n_kv, size, heads.value_dim,
+                      *self._head_arguments(heads, norms, cache))
 
     def cache_write(self, k: np.ndarray, v: np.ndarray | None, heads: Heads, cache: LayerCache) -> None:
         """Write k [., kv * D] and v [., kv * value_dim] into the cache as they are; v None where it holds no values."""
@@ -306,13 +302,14 @@ class Plan:
         self._check_cache("attention", cache, heads)
         if not heads.n_heads:
             return
-        tiling, cell = self._tiling(heads, cache.shard), _tape.Cell
+        tiling, cell = self._tiling(heads, cache.values is None), _tape.Cell
         written = (out, _stride(out), _NOTHING if lse is None else lse, 0 if lse is None else _stride(lse))
         form = (heads.starts, heads.stops, heads.n_kv_heads, heads.group_parts, heads.most_queries, heads.value_dim,
-                window, cell("positions"), *tiling.cells("tiles", "n_tiles", "run", "pieces", "room"))
+                tiling.width, window, cell("positions"), *tiling.cells("tiles", "n_tiles", "run", "pieces", "room"))
         self.tape.add("attention", _attention.attention_operation(*cache.types), q, _stride(q), *written,
-                      *self.cache_arguments(cache), cell("first"), *cache.shard, scale, heads.head_dim, *form)
-        self.tape.add("attention", _attention.merge_operation(), *written, *form)
+                      *cache.arguments(), cell("sequences"), cell("table"), cell("table_width"), cell("first"),
+                      *cache.shard, scale, heads.head_dim, *form)
+        self.tape.add("attention", _attention.merge_operation(*cache.types), *written, *form)
 
     def merge_shards(self, parts: np.ndarray, lses: np.ndarray, out: np.ndarray) -> None:
         """out [., heads * n] of what each place of a sharded cache gave, in order of the places.
@@ -341,9 +338,10 @@ class Plan:
             f"{name}: caches of {self._n_blocks} and {n_blocks} blocks, shards {self._shard} and {cache.shard}"
         self._n_blocks, self._shard = n_blocks, cache.shard
 
-    def _tiling(self, heads: Heads, shard: tuple[int, int]) -> _Tiling:
-        key = (heads.most_rows, heads.group_parts, heads.most_queries, heads.n_kv_heads, heads.value_dim)
-        return self._tilings.setdefault(key, _Tiling(len(self._tilings), heads, shard))
+    def _tiling(self, heads: Heads, of_keys: bool) -> _Tiling:
+        width = _attention.padded(heads.value_dim, of_keys)
+        key = (heads.most_rows, heads.group_parts, heads.most_queries, heads.n_kv_heads, width)
+        return self._tilings.setdefault(key, _Tiling(len(self._tilings), heads, width))
 
     def run(self, rows: Rows, wanted: np.ndarray) -> None:
         """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""

@@ -298,12 +298,11 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     if settings.fast and kernels.tier() in ("generic", "avx2"):
         LOG.info("--fast changes nothing with these instructions: they do not multiply bf16")
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
-    compilers = max(1, min(world.node_size, world.cores, COMPILERS))
+    compilers, mla = max(1, min(world.node_size, world.cores, COMPILERS)), model.mla if model.latent else None
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
-                        model.latent)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0, mla=mla)
     world.barrier_quiet()
-    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, latent=model.latent)
+    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, mla=mla)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
