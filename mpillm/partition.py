@@ -301,7 +301,8 @@ def _split_by_bytes(sizes: Sizes, heads: Sequence[Span],
 
 
 def _deal(loads: Sequence[int], price: int, total: int, unit: int) -> list[Span]:
-    """``total`` things of ``price`` each as spans in rank order, cut at multiples of ``unit``."""
+    """``total`` things of ``price`` each as spans in rank order, cut at multiples of ``unit``; evenly if it is 0."""
+    loads, price = (loads, price) if price else ([0] * len(loads), 1)
     counts = level_out(loads, price * unit, -(-total // unit))
     spans, start = [], 0
     for count in counts:
