@@ -110,6 +110,7 @@ class Rows:
     cos: np.ndarray          # float32 [T, D / 2]
     sin: np.ndarray          # float32 [T, D / 2]
     first: np.ndarray | None = None     # int32 [S], places of each sequence's block 0 in a sharded cache; None: 0
+    generated: int = 0       # leading rows whose positions lie behind their prompts; where these attend in another way
 
 
 def check_kv(kv_type: str) -> None:

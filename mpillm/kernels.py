@@ -34,6 +34,7 @@ from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
 from mpillm.jit import fused as _fused
 from mpillm.jit import gemm as _gemm
+from mpillm.jit import latent_prompt as _latent_prompt
 from mpillm.jit import pack as _pack
 from mpillm.jit import pack_blocks as _pack_blocks
 from mpillm.jit import policy as _policy
@@ -44,7 +45,8 @@ from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
 from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
-from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan
+from mpillm.latent_prompt import PromptMatrices, record_prompts
+from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, WANTED, HeadNorms, Plan
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -195,7 +197,9 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
     if mla is None:
         needed += _fused_with_cache(names, kv_types, fast)
     else:
-        needed = [*_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types), *needed]
+        prompts = _latent_prompt.warm_up(kv_type) if mla == 3 else []
+        needed = [*prompts, *_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types),
+                  *needed]
     for make in needed[part::parts]:
         make()
 
@@ -228,9 +232,9 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms",
-           "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache",
-           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup",
-           "lowest_tier", "packed_nbytes", "prepare_threads", "record_by_heads", "record_experts", "record_rows",
-           "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k",
-           "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "WANTED",
+           "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan",
+           "PromptMatrices", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
+           "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads",
+           "record_by_heads", "record_experts", "record_prompts", "record_rows", "record_spread", "set_threads",
+           "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]

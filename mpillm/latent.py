@@ -25,8 +25,8 @@ from mpillm.quant.packed import PackedMatrix
 class LatentHeads:
     """Latent attention's widths, and the query heads that are held here.
 
-    A cached row has ``kv_rank`` normed latent columns and ``rope`` rotated ones; a head's query and key ``nope`` columns
-    and ``rope`` rotated ones, its value ``value``.
+    A cached row has ``kv_rank`` normed latent columns and ``rope`` rotated ones; a head's query and key have ``nope``
+    columns and ``rope`` rotated ones, its value has ``value``.
     """
 
     n_heads: int
@@ -58,10 +58,10 @@ class LatentHeads:
 
 def record_rows(plan: Plan, latents: np.ndarray, weight: np.ndarray, eps: float, heads: LatentHeads, q: np.ndarray,
                 absorbed: np.ndarray | None, normed: np.ndarray | None = None) -> None:
-    """Norm the first columns of ``latents`` [T, row] and rotate the others, and those of queries [T, H * query], in place.
+    """Norm the first columns of ``latents`` [T, row] and rotate the others, and those of queries [T, H * query].
 
-    The queries' rotated columns also go to ``absorbed`` [T, H * row], behind the first ``kv_rank`` of each head; ``normed``
-    [T, kv_rank] gets the latents.
+    They stay where they are. The queries' rotated columns also go to ``absorbed`` [T, H * row], behind the first
+    ``kv_rank`` of each head; the normed latents to ``normed`` [T, kv_rank].
     """
     assert latents.shape == (plan.capacity, heads.row) and weight.shape == (heads.kv_rank,), f"latents {latents.shape}"
     assert q.shape == (plan.capacity, heads.n_heads * heads.query), f"queries {q.shape}"

@@ -27,7 +27,7 @@ from mpillm.quant.packed import PackedMatrix
 ROOM_WIDTH = 32 * _fused.PAIRS      # outputs of each row that a thread works on in room of its own, at most
 SCRATCH = 64 << 20                  # bytes that attention may take beside its threads' tiles
 _F32 = np.dtype(np.float32)
-ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
+ROWS, WANTED, GENERATED = (_tape.Cell(name) for name in ("rows", "wanted", "generated"))
 
 
 @dataclass
@@ -46,6 +46,7 @@ class _Tiling:
     number: int
     heads: Heads
     width: int          # values of an output in the threads' room
+    generated: bool     # only those behind their prompts
 
     def cells(self, *names: str) -> tuple[_tape.Cell, ...]:
         return tuple(_tape.Cell(f"{name} {self.number}") for name in names)
@@ -68,8 +69,15 @@ class Plan:
         self._tilings: dict[tuple, _Tiling] = {}
         self._n_blocks, self._shard = 0, (0, 1)
         self._angles: int | None = None
-        self._scratch, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
+        self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
+        self._branches: dict[int, dict[tuple, np.ndarray]] = {}
         self._ready = False
+
+    def branch(self, capacity: int) -> Plan:
+        """A plan that is run apart, from a ``call`` of this one; all of one capacity share their buffers."""
+        other = Plan(capacity, self._fast, self.scratch_nbytes)
+        other._buffers = self._branches.setdefault(capacity, {})
+        return other
 
     def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
         """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
@@ -289,12 +297,12 @@ class Plan:
                       heads.head_dim, size, *self.cache_arguments(cache))
 
     def attention(self, q: np.ndarray, heads: Heads, cache: LayerCache, scale: float, window: int,
-                  out: np.ndarray, lse: np.ndarray | None = None) -> None:
+                  out: np.ndarray, lse: np.ndarray | None = None, generated: bool = False) -> None:
         """out [., heads * value_dim] = softmax(scale * q K) V for q [., heads * D].
 
         A row attends to positions max(0, p - window + 1) ... p of its sequence (window 0: from 0), of which a cache
         that is sharded holds some. ``lse`` [., heads] gets log(sum of exp(scale * q K)). A row that finds no position
-        here has out 0 and lse -inf.
+        here has out 0 and lse -inf. ``generated``: only of the step's first rows, as many as it says (GENERATED).
         """
         assert q.shape == (self.capacity, heads.n_heads * heads.head_dim), f"attention: q {q.shape}"
         assert out.shape == (self.capacity, heads.n_heads * heads.value_dim), f"attention: out {out.shape}"
@@ -302,7 +310,7 @@ class Plan:
         self._check_cache("attention", cache, heads)
         if not heads.n_heads:
             return
-        tiling, cell = self._tiling(heads, cache.values is None), _tape.Cell
+        tiling, cell = self._tiling(heads, cache.values is None, generated), _tape.Cell
         written = (out, _stride(out), _NOTHING if lse is None else lse, 0 if lse is None else _stride(lse))
         form = (heads.starts, heads.stops, heads.n_kv_heads, heads.group_parts, heads.most_queries, heads.value_dim,
                 tiling.width, window, cell("positions"), *tiling.cells("tiles", "n_tiles", "run", "pieces", "room"))
@@ -338,10 +346,10 @@ class Plan:
             f"{name}: caches of {self._n_blocks} and {n_blocks} blocks, shards {self._shard} and {cache.shard}"
         self._n_blocks, self._shard = n_blocks, cache.shard
 
-    def _tiling(self, heads: Heads, of_keys: bool) -> _Tiling:
+    def _tiling(self, heads: Heads, of_keys: bool, generated: bool) -> _Tiling:
         width = _attention.padded(heads.value_dim, of_keys)
-        key = (heads.most_rows, heads.group_parts, heads.most_queries, heads.n_kv_heads, width)
-        return self._tilings.setdefault(key, _Tiling(len(self._tilings), heads, width))
+        key = (heads.most_rows, heads.group_parts, heads.most_queries, heads.n_kv_heads, width, generated)
+        return self._tilings.setdefault(key, _Tiling(len(self._tilings), heads, width, generated))
 
     def run(self, rows: Rows, wanted: np.ndarray) -> None:
         """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
@@ -357,32 +365,36 @@ class Plan:
         assert angles is None or rows.cos.shape == rows.sin.shape == angles, f"cos {rows.cos.shape}, not {angles}"
         values = {"rows": m, "wanted": len(wanted), "chosen": at(wanted), "positions": at(rows.positions),
                   "sequences": at(rows.sequences), "table": at(table), "table_width": table.shape[1],
-                  "first": at(first), "cos": at(rows.cos), "sin": at(rows.sin)}
+                  "first": at(first), "cos": at(rows.cos), "sin": at(rows.sin), "generated": rows.generated}
+        self.rows = rows
         held = [self._cut(rows, first, tiling, parts, values) for tiling in self._tilings.values()]
-        if self._n_blocks and not held:         # writes alone
-            self._tiles_of(rows, first, 1)
+        if self._n_blocks and all(tiling.generated for tiling in self._tilings.values()):
+            # Rows that are written alone are checked all the same
+            self._tiles_of(rows, first, 1, m)
         self._run(values, parts)
+        del held        # the tiles, which the run needed
 
-    def _tiles_of(self, rows: Rows, first: np.ndarray, most_rows: int) -> tuple[np.ndarray, int]:
-        """First rows of tiles [n + 1], and n."""
-        table, tiles = rows.block_table, np.empty(len(rows.positions) + 1, np.int64)
-        n_tiles = _attention.tiles_kernel()(rows.sequences, rows.positions, table.reshape(-1), table.shape[1],
-                                            len(table), self._n_blocks, first, *self._shard, most_rows, tiles)
+    def _tiles_of(self, rows: Rows, first: np.ndarray, most_rows: int, count: int) -> tuple[np.ndarray, int]:
+        """First rows of tiles [n + 1] of the first ``count`` rows, and n."""
+        table, tiles = rows.block_table, np.empty(count + 1, np.int64)
+        n_tiles = _attention.tiles_kernel()(rows.sequences[:count], rows.positions[:count], table.reshape(-1),
+                                            table.shape[1], len(table), self._n_blocks, first, *self._shard, most_rows, tiles)
         assert n_tiles >= 0, "a position that is attended to has no block in the table"
         return tiles, n_tiles
 
     def _cut(self, rows: Rows, first: np.ndarray, tiling: _Tiling, parts: int, values: dict[str, int]) -> np.ndarray:
         """Give the cells of a tiling their values; returns what has to outlive the run."""
         heads, at = tiling.heads, _tape.address_of
-        tiles, n_tiles = self._tiles_of(rows, first, heads.most_rows)
-        stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
+        count = rows.generated if tiling.generated else len(rows.positions)
+        tiles, n_tiles = self._tiles_of(rows, first, heads.most_rows, count)
+        stretches = int(rows.positions[:count].max(initial=0)) // _attention.STRETCH + 1
         each = n_tiles * heads.n_kv_heads * heads.group_parts * heads.most_queries * (tiling.width + 2)
         run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
         if parts > 1 and stretches > 1 and items < 4 * parts:
             # Single stretches where their sums fit the room, else spans of them, else all by one thread.
             for run in (1, _attention.SPAN):
                 pieces = -(-stretches // run)
-                if pieces > 1 and 4 * each * pieces <= self._scratch:
+                if pieces > 1 and 4 * each * pieces <= self.scratch_nbytes:
                     break
             else:
                 run, pieces = 0, 1
@@ -393,9 +405,9 @@ class Plan:
         values.update((cell.name, value) for cell, value in zip(names, given, strict=True))
         return tiles
 
-    def run_alone(self, rows: int) -> None:
-        """Run where no operation knows of sequences or a cache."""
-        self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
+    def run_alone(self, rows: int, **more: int) -> None:
+        """Run where no operation knows of sequences or a cache; ``more``: values of cells of the caller's own."""
+        self._run({"rows": rows, "wanted": rows, "chosen": 0, **more}, _policy.threads())
 
     def _run(self, values: dict[str, int], parts: int) -> None:
         if not self._ready:

@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
-    batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512; with --mla auto and a latent 4096)")
+    batch.add_argument("--prefill-chunk", type=int, metavar="N",
+                       help="prompt tokens in a step (default 512; with latent attention and --mla auto 4096)")
     batch.add_argument("--batching", choices=("continuous", "static"),
                        help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
                             "as a whole before the next one begins (static: slower, for comparison)")

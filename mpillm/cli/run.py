@@ -300,7 +300,8 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     compilers, mla = max(1, min(world.node_size, world.cores, COMPILERS)), model.mla if model.latent else None
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0, mla=mla)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
+                        mla=mla)
     world.barrier_quiet()
     kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, mla=mla)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)

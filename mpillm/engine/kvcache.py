@@ -14,7 +14,7 @@ from mpillm.partition import Share
 
 
 def form(model: ModelConfig, share: Share) -> tuple[int, int, int]:
-    """(KV heads, columns of a key, columns of a value) that a share caches of a layer; 0: values are columns of keys."""
+    """(KV heads, columns of a key, of a value) that a share caches of a layer; 0: values are columns of the keys."""
     if not model.latent:
         return share.kv_heads.size, model.head_dim, model.head_dim
     if model.mla == 0:

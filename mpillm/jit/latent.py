@@ -126,8 +126,8 @@ def _rows_part(part, parts, rows, rank, rope, x, x_stride, weight, eps, cos, sin
                normed, normed_stride):
     """Norm each row's latent and rotate what stands behind it, and the last columns of each query head, in place.
 
-    ``absorbed`` [T][H][rank + rope], if there is room, gets the rotated ones behind its first ``rank`` columns; ``normed``,
-    likewise, a copy of the latent.
+    ``absorbed`` [T][H][rank + rope], if there is room, gets the rotated ones behind its first ``rank`` columns;
+    ``normed``, likewise, a copy of the latent.
     """
     for item in range(part * rows * (heads + 1) // parts, (part + 1) * rows * (heads + 1) // parts):
         m, head = item // (heads + 1), item % (heads + 1)

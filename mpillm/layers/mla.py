@@ -8,6 +8,8 @@ mode  cached                                                                 how
 0     keys and values of each head                                           as any attention
 1     the latent row, and its first columns a second time in values' layout  each head's query brought into the
 2     the latent row                                                         latent's space, one KV head for all
+3     the latent row                                                         behind its prompt as in 2; in it to keys
+                                                                             and values made of latents, as in 0
 ====  =====================================================================  ======================================
 
 Shape suffixes: T rows of a step, H query heads that are held here.
@@ -30,11 +32,13 @@ from mpillm.layers.norm import RMSNorm
 class LatentMatrices:
     """What brings a head's query into the latent's space, and values out of it: of every head held here a matrix.
 
-    ``absorb`` [H][kv_rank, nope], ``values`` [H][value, kv_rank]; each filled up to whole panels of outputs.
+    ``absorb`` [H][kv_rank, nope], ``values`` [H][value, kv_rank], and in mode 3 ``keys`` [H][nope, kv_rank], which
+    makes the key part of a latent; each filled up to whole panels of outputs.
     """
 
     absorb: PackedMatrix
     values: PackedMatrix
+    keys: PackedMatrix | None = None
 
 
 @dataclass
@@ -133,14 +137,15 @@ class LatentAttention:
         assert self.matrices is not None, f"mode {self.mode} brings queries into the latent's space"
         absorbed = plan.buffer("absorbed", h.n_heads * h.row)
         kernels.record_rows(plan, latents, *own, absorbed)
-        values = latents[:, :h.kv_rank] if self.mode == 1 else None
-        plan.cache_write(latents, values, h.together, cache)
-        kernels.record_by_heads(plan, q_THD, h.query, h.nope, self.matrices.absorb, h.n_heads, absorbed, h.row,
-                                h.kv_rank)
-        found = plan.buffer("latent_values", h.n_heads * h.kv_rank)
-        plan.attention(absorbed, h.together, cache, self.scale, 0, found)
-        kernels.record_by_heads(plan, found, h.kv_rank, h.kv_rank, self.matrices.values, h.n_heads,
-                                self.output.input(plan), h.value, h.value)
+        plan.cache_write(latents, latents[:, :h.kv_rank] if self.mode == 1 else None, h.together, cache)
+        m, found, out = self.matrices, plan.buffer("latent_values", h.n_heads * h.kv_rank), self.output.input(plan)
+        apart = m.keys is not None
+        rows = kernels.GENERATED if apart else kernels.ROWS
+        kernels.record_by_heads(plan, q_THD, h.query, h.nope, m.absorb, h.n_heads, absorbed, h.row, h.kv_rank, rows)
+        plan.attention(absorbed, h.together, cache, self.scale, 0, found, generated=apart)
+        kernels.record_by_heads(plan, found, h.kv_rank, h.kv_rank, m.values, h.n_heads, out, h.value, h.value, rows)
+        if m.keys is not None:
+            kernels.record_prompts(plan, q_THD, h, cache, kernels.PromptMatrices(m.keys, m.values), self.scale, out)
 
     def _expand(self, plan: kernels.Plan, cache: LayerCache, w: PackedMatrix, latents: np.ndarray) -> None:
         """Keys and values of each head of the latents, into the cache."""

@@ -20,7 +20,9 @@ def local_heads(config: ModelConfig, share: Share) -> LatentHeads:
 
 def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
     """Read one share of the model, layer by layer. Raises ModelError."""
-    return decoder(config, load, lambda layer: _attention(config, load, gather, layer))
+    model = decoder(config, load, lambda layer: _attention(config, load, gather, layer))
+    model.prompts_apart = config.mla == 3
+    return model
 
 
 def _attention(config: ModelConfig, load: Loader, gather: KVGather | None, layer: int) -> LatentAttention:

@@ -61,6 +61,7 @@ class Llama:
     head: VocabHead
     rope: Rope
     fast: bool = False      # see kernels.Plan
+    prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
     _step: _Step | None = field(default=None, init=False, repr=False)
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 

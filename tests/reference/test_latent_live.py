@@ -22,7 +22,7 @@ from recorded import Recorded  # noqa: E402
 
 SEED = int(os.environ.get("MPILLM_LIVE_SEED") or random.randrange(10**9))
 TOLERANCE = 5e-5
-MLA = (0, 1, 2)
+MLA = (0, 1, 2, 3)
 
 
 @pytest.fixture(autouse=True)
