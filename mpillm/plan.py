@@ -378,7 +378,8 @@ class Plan:
         """First rows of tiles [n + 1] of the first ``count`` rows, and n."""
         table, tiles = rows.block_table, np.empty(count + 1, np.int64)
         n_tiles = _attention.tiles_kernel()(rows.sequences[:count], rows.positions[:count], table.reshape(-1),
-                                            table.shape[1], len(table), self._n_blocks, first, *self._shard, most_rows, tiles)
+                                            table.shape[1], len(table), self._n_blocks, first, *self._shard, most_rows,
+                                            tiles)
         assert n_tiles >= 0, "a position that is attended to has no block in the table"
         return tiles, n_tiles
 

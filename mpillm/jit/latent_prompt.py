@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.attention import QUERIES, STRETCH, _fold, _stretch_core, padded
+from mpillm.jit.attention import QUERIES, STRETCH, _fold, _stretch_core
 from mpillm.jit.block_steps import TILE, block_step
 from mpillm.jit.cache_rows import BLOCK, Q8_BYTES
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, reads
@@ -91,7 +91,7 @@ def _attend_core() -> Any:
         These are [rows of the prompt][H] and [..][H][width], from row ``row_state`` on. A row whose last stretch this
         is gets its output. Heads one after the other, so that a head's keys and values stay in the cache.
         """
-        width, tiles = padded(v_size, False), (rows + QUERIES - 1) // QUERIES
+        width, tiles = (v_size + 15) // 16 * 16, (rows + QUERIES - 1) // QUERIES
         q, scores = np.empty(QUERIES * size, np.float32), np.empty(QUERIES * BLOCK, np.float32)
         weighted, tile, tile_codes = np.empty(1, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int8)
         codes, code_scales, code_sums = np.empty(1, np.int8), np.empty(1, np.float32), np.empty(1, np.int32)

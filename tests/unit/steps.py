@@ -76,7 +76,8 @@ def _logits(config, weights, asked, tp) -> np.ndarray:
             loader = Loader(config, weights, split.shares[rank], asked, Member(sums, rank))
             model = registry.BUILDERS[config.architecture](config, loader, None)
             assert loader.nbytes == registry.weight_bytes(config, weights, split, asked, rank), (tp, rank)
-            cache = kvcache.allocate("f32", config.n_layers, 1, split.shares[rank].kv_heads.size, config.head_dim)
+            heads, key, value = kvcache.form(config, split.shares[rank])
+            cache = kvcache.allocate("f32", config.n_layers, 1, heads, key, value_dim=value)
             positions = np.arange(len(TOKENS), dtype=np.int32)
             rows = kernels.Rows(TOKENS, positions, np.zeros_like(positions), np.zeros((1, 1), np.int32),
                                 *model.rope.rows(positions, positions + 1))
