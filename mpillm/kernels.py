@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm import experts as _experts
-from mpillm.experts import Experts, record_experts, slot_bytes
+from mpillm.experts import Experts, Router, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
@@ -217,7 +217,7 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "Experts", "HeadNorms", "Heads",
-           "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes",
-           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
-           "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
+           "LayerCache", "PackedMatrix", "Packer", "Plan", "Router", "Rows", "Spent", "allocate_cache",
+           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup",
+           "lowest_tier", "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
            "tested_tier", "threads", "tier", "top_k", "warm_up"]
