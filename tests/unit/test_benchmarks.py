@@ -165,7 +165,8 @@ def test_who_gets_the_batch(monkeypatch):
             assert int(threads) * case.ranks == case.cores == 2
 
 
-def test_the_batch_table_holds_our_best_against_each():
+def test_the_batch_table_holds_our_best_against_each(monkeypatch):
+    monkeypatch.setattr(batch, "dtypes", lambda: [("float32", "f32"), ("bfloat16", "bf16")])
     lines = [workload.Line([1] * 100, 50), workload.Line([2] * 100, 150)]
     cases, found = batch.cases_of(given(types="bf16", threads=2), "lines.jsonl"), batch.Found()
     speeds = {"mpillm": [40, 60, 50], "mpillm, 2 replicas": [80], batch.STATIC: [90], "llama.cpp, batch": [20],
