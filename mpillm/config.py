@@ -20,6 +20,7 @@ from mpillm.quant import recipe
 WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
+MOE_SPLITS = ("columns", "experts", "auto")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
 WIRES = ("f32", "bf16", "q8_0")
@@ -51,6 +52,7 @@ class RunConfig:
     layout: str = "auto"
     tp: int | None = None
     kv_mode: str = "redundant"
+    moe_split: str = "auto"
     collectives: str = "shm"
     wire: str = "f32"
     exchange_timeout: float = 600.0
@@ -84,6 +86,7 @@ class RunConfig:
         object.__setattr__(self, "weights", str(recipe.parse(self.weights)))     # one way to write it
         _one_of("kv-type", self.kv_type, KV_TYPES)
         _one_of("kv-mode", self.kv_mode, KV_MODES)
+        _one_of("moe-split", self.moe_split, MOE_SPLITS)
         _one_of("logits", self.logits, LOGITS)
         _one_of("logits-type", self.logits_type, ("f16", "f32"))
         if self.collectives == "ordered":      # its name in version 0.1

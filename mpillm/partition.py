@@ -386,6 +386,14 @@ def step_bytes(p: Partition, rank: int, rows: int = 1) -> float:
     return total
 
 
+def row_columns(s: Share, experts: int, chosen: int, shared: int) -> float:
+    """Columns of a layer's feed-forward that a row multiplies on a rank, of its experts all together, on the mean."""
+    if not experts:
+        return s.columns.size
+    beside = s.columns.size * shared if s.experts.size == experts else s.shared_columns.size
+    return s.experts.size * s.columns.size * chosen / experts + beside
+
+
 def balance(p: Partition) -> float:
     """Mean over maximum of the ranks' step bytes: 1.0 when every rank reads the same."""
     price = _Prices.of(p.sizes)
@@ -430,7 +438,7 @@ def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
         weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
     assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
     return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
-             "kv_columns": str(s.kv_columns), "columns": str(s.columns), "vocab": str(s.vocab),
+             "kv_columns": str(s.kv_columns), "columns": f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns), "vocab": str(s.vocab),
              "weight_bytes": weight_bytes[s.rank],
              "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 

@@ -359,7 +359,8 @@ def feed_forward(model: ModelConfig) -> str:
     """How wide a layer's feed-forward is, in words."""
     if not model.experts:
         return str(model.intermediate)
-    return f"{model.expert_intermediate} of {model.experts} experts, {model.experts_chosen} for each token"
+    shared = f", {model.shared_experts} shared" if model.shared_experts else ""
+    return f"{model.expert_intermediate} of {model.experts} experts, {model.experts_chosen} for each token{shared}"
 
 
 def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
@@ -392,7 +393,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
             hold: Hold, expired: int) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on, and how many lines expired."""
-    described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode,
+    described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode, "moe_split": split.partition.moe_split,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
