@@ -22,6 +22,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
 MLA = ("auto", "0", "1", "2", "3")
 CHUNK = 512        # prompt tokens in a step, unless something else is asked for or better
+MOE_SPLITS = ("columns", "experts", "auto")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
 WIRES = ("f32", "bf16", "q8_0")
@@ -54,6 +55,7 @@ class RunConfig:
     layout: str = "auto"
     tp: int | None = None
     kv_mode: str = "redundant"
+    moe_split: str = "auto"
     collectives: str = "shm"
     wire: str = "f32"
     exchange_timeout: float = 600.0
@@ -88,6 +90,7 @@ class RunConfig:
         _one_of("kv-type", self.kv_type, KV_TYPES)
         _one_of("kv-mode", self.kv_mode, KV_MODES)
         _one_of("mla", self.mla, MLA)
+        _one_of("moe-split", self.moe_split, MOE_SPLITS)
         _one_of("logits", self.logits, LOGITS)
         _one_of("logits-type", self.logits_type, ("f16", "f32"))
         if self.collectives == "ordered":      # its name in version 0.1

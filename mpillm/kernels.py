@@ -27,7 +27,7 @@ from mpillm.cache import (
     cache_shape,
     check_kv,
 )
-from mpillm.experts import Experts, record_experts, slot_bytes
+from mpillm.experts import Experts, Router, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
 from mpillm.jit import cache_rows as _cache_rows
 from mpillm.jit import elementwise as _elementwise
@@ -234,7 +234,7 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 
 __all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "WANTED",
            "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan",
-           "PromptMatrices", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape", "gumbel_best",
-           "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads",
-           "record_by_heads", "record_experts", "record_prompts", "record_rows", "record_spread", "set_threads",
-           "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]
+           "PromptMatrices", "Router", "Rows", "Spent", "allocate_cache", "cache_block_nbytes", "cache_shape",
+           "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes",
+           "prepare_threads", "record_by_heads", "record_experts", "record_prompts", "record_rows", "record_spread",
+           "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]

@@ -8,6 +8,8 @@ rows.  Heads first:
   ranks; a row owns ``n_kv_heads / rows`` KV heads and all their query heads, which are dealt contiguously
   to the row's ranks, the first ones one more; a rank may get none.
 
+Experts are split along their columns, all in the same places, or dealt to the ranks whole (``moe_split``).
+
 Then feed-forward columns and vocabulary rows, in whole units, go to the ranks that read the fewest bytes in
 a step so far.  Everything is exact and the same on every rank: no float decides where something lands.
 
@@ -25,6 +27,8 @@ from math import gcd, isfinite, lcm
 from mpillm.errors import ResourceError, UsageError
 
 KV_MODES = ("redundant", "allgather")
+MOE_SPLITS = ("columns", "experts", "auto")
+QUANT_BLOCK = 32             # columns in a quantisation block
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Sizes:
     bytes_vocab: float = 2.0     # the output head, which a step reads once
     experts: int = 0             # of a layer; 0: one dense feed-forward
     experts_chosen: int = 0      # of them for each row
+    shared: int = 0              # experts beside them that every row goes to
     dense_layers: int = 0        # that have no experts among layers that do
     dense_intermediate: int = 0  # feed-forward columns of these
     latent_head: int = 0         # latent attention: weights of a query head; head_dim counts the columns that all
@@ -117,9 +122,11 @@ class Share:
     heads: Span         # query heads
     kv_heads: Span      # KV heads that its queries need and whose cache it holds
     kv_columns: Span    # rows of k_proj and of v_proj that it computes, in elements of n_kv_heads * head_dim
-    columns: Span       # feed-forward columns; where there are experts, of each of them
+    columns: Span       # feed-forward columns; where there are experts, of each one that it holds
     vocab: Span         # vocabulary rows, of the embedding and of the output head
     dense_columns: Span = Span(0, 0)    # feed-forward columns of dense layers among those with experts
+    experts: Span = Span(0, 0)          # those that it holds, or a slice of
+    shared_columns: Span = Span(0, 0)   # of the shared experts taken as one feed-forward, where they are not among them
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class Partition:
     rows: int
     width: int
     shares: tuple[Share, ...]
+    moe_split: str = "columns"
 
     def row_ranks(self, row: int) -> range:
         """The ranks of a KV row, by place within the row."""
@@ -204,27 +212,40 @@ def level_out(loads: Sequence[int], price: int, units: int) -> list[int]:
     return counts
 
 
-def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant") -> Partition:
-    """Split a model over ``tp`` ranks.
+def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant", moe_split: str = "columns") -> Partition:
+    """Split a model over ``tp`` ranks; ``moe_split`` auto deals whole experts where slices would be too narrow.
 
-    Raises UsageError for ``tp`` below 1 and for an unknown ``kv_mode``.  ``tp`` may exceed the query heads:
+    Raises UsageError for ``tp`` below 1, for an unknown ``kv_mode`` or ``moe_split``, and for a model without experts
+    whose experts are to be dealt.  ``tp`` may exceed the query heads:
     the ranks that get none still own columns and vocabulary rows.
     """
     if tp < 1:
         raise UsageError(f"tp {tp} is not a number of ranks: use 1 or more")
     if kv_mode not in KV_MODES:
         raise UsageError(f"kv-mode {kv_mode!r} is unknown: use {' or '.join(KV_MODES)}")
+    moe_split = _moe_split(sizes, tp, moe_split)
     rows, width = kv_rows(tp, sizes.n_kv_heads)
     heads = _split_heads(sizes, tp)
     kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
     kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
     # Both modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
-    columns, vocab, dense = _split_by_bytes(sizes, heads, kv_columns)
+    rest = _split_by_bytes(sizes, heads, kv_columns, moe_split)
     if kv_mode == "allgather" and width > 1:
         kv_columns = _even_kv_columns(sizes, rows, width)
-    owned = zip(heads, kv_heads, kv_columns, columns, vocab, dense, strict=True)
+    owned = zip(heads, kv_heads, kv_columns, *rest, strict=True)
     shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
-    return Partition(sizes, tp, kv_mode, rows, width, shares)
+    return Partition(sizes, tp, kv_mode, rows, width, shares, moe_split)
+
+
+def _moe_split(sizes: Sizes, tp: int, asked: str) -> str:
+    """columns or experts: whole experts where a rank's slice of one would be less than a quantisation block."""
+    if asked not in MOE_SPLITS:
+        raise UsageError(f"moe-split {asked!r} is unknown: use {', '.join(MOE_SPLITS[:-1])} or {MOE_SPLITS[-1]}")
+    if asked == "experts" and not sizes.experts:
+        raise UsageError("moe-split experts is for models with experts, this one has none: leave it out")
+    if asked == "auto":
+        return "experts" if sizes.experts and sizes.intermediate < QUANT_BLOCK * tp else "columns"
+    return asked
 
 
 def kv_rows(tp: int, n_kv_heads: int) -> tuple[int, int]:
@@ -262,7 +283,7 @@ class _Prices:
 
     head: int        # a query head: its rows of q_proj, its columns of o_proj
     kv_column: int   # a row of k_proj and one of v_proj
-    column: int      # a row of gate_proj, one of up_proj, a column of down_proj; of each expert that a row chooses
+    column: int      # a row of gate_proj, one of up_proj, a column of down_proj; where there are experts, of one
     dense: int       # the same in dense layers among those with experts
     token: int       # a row of the output head
     scale: int
@@ -271,33 +292,55 @@ class _Prices:
     @lru_cache(maxsize=16)
     def of(sizes: Sizes) -> _Prices:
         attn, ffn, vocab = (Fraction(b) for b in (sizes.bytes_attn, sizes.bytes_ffn, sizes.bytes_vocab))
-        scale = lcm(attn.denominator, ffn.denominator, vocab.denominator)
+        scale = lcm(attn.denominator, ffn.denominator, vocab.denominator) * max(1, sizes.experts)
         stacked = scale * sizes.hidden * sizes.n_layers
         return _Prices(head=int((sizes.latent_head * scale * sizes.n_layers or 2 * sizes.head_dim * stacked) * attn),
                        kv_column=int((1 if sizes.latent_head else 2) * stacked * attn),
-                       column=int(3 * scale * sizes.hidden * ffn) * (sizes.n_layers - sizes.dense_layers)
-                       * max(1, sizes.experts_chosen),
+                       column=int(3 * scale * sizes.hidden * ffn) * (sizes.n_layers - sizes.dense_layers),
                        dense=int(3 * scale * sizes.hidden * ffn) * sizes.dense_layers,
                        token=int(scale * sizes.hidden * vocab), scale=scale)
 
 
-def _split_by_bytes(sizes: Sizes, heads: Sequence[Span],
-                    kv_columns: Sequence[Span]) -> tuple[list[Span], list[Span], list[Span]]:
-    """Feed-forward columns, vocabulary rows and dense layers' columns of every rank, so that a step's bytes are even.
+def _split_by_bytes(sizes: Sizes, heads: Sequence[Span], kv_columns: Sequence[Span],
+                    moe_split: str) -> tuple[Sequence[Span], ...]:
+    """Share's spans from ``columns`` on, of every rank, so that a step's bytes are even.
 
-    A step of one row counts, which reads the experts that the row chooses.
+    A step of one row counts, which reads the experts that the row chooses; of experts that are dealt whole, the mean.
 
     Columns level what the heads left uneven, vocabulary panels what the columns left: being the finer ones,
     they go last.  (The columns count on an even share of the vocabulary; a share that all have alike moves
-    nothing, so it does not appear.)
+    nothing, so it does not appear.)  Of experts that are dealt whole only the shared ones' columns can level.
     """
-    price = _Prices.of(sizes)
+    price, ranks, unit = _Prices.of(sizes), len(heads), sizes.column_unit
     loads = [h.size * price.head + kv.size * price.kv_column for h, kv in zip(heads, kv_columns, strict=True)]
-    dense = _deal([0] * len(loads), 1, sizes.dense_intermediate, sizes.column_unit)
-    loads = [load + span.size * price.dense for load, span in zip(loads, dense, strict=True)]
-    columns = _deal(loads, price.column, sizes.intermediate, sizes.column_unit)
-    loads = [load + span.size * price.column for load, span in zip(loads, columns, strict=True)]
-    return columns, _deal(loads, price.token, sizes.vocab, sizes.panel), dense
+
+    def even(total: int) -> list[Span]:
+        return _deal([0] * ranks, 1, total, unit)
+
+    def loaded(spans: Sequence[Span], each: int) -> list[int]:
+        return [load + span.size * each for load, span in zip(loads, spans, strict=True)]
+
+    dense, shared = even(sizes.dense_intermediate), even(sizes.shared * sizes.intermediate)
+    loads = loaded(dense, price.dense)
+    if moe_split == "experts":
+        experts: Sequence[Span] = spread(sizes.experts, ranks)
+        columns = [Span(0, sizes.intermediate)] * ranks
+        loads = loaded(experts, _routed(sizes, price, 1, sizes.intermediate))
+        shared = _deal(loads, price.column, sizes.shared * sizes.intermediate, unit)
+        loads = loaded(shared, price.column)
+    else:
+        experts = [Span(0, sizes.experts)] * ranks
+        each = price.column * (max(1, sizes.experts_chosen) + sizes.shared)
+        columns = _deal(loads, each, sizes.intermediate, unit)
+        loads = loaded(columns, each)
+    return columns, _deal(loads, price.token, sizes.vocab, sizes.panel), dense, experts, shared
+
+
+def _routed(sizes: Sizes, price: _Prices, held: int, columns: int) -> int:
+    """What a step of one row reads of ``columns`` of ``held`` experts on the mean, in the unit of ``price``."""
+    if not sizes.experts:
+        return columns * price.column
+    return held * columns * price.column * sizes.experts_chosen // sizes.experts
 
 
 def _deal(loads: Sequence[int], price: int, total: int, unit: int) -> list[Span]:
@@ -316,7 +359,9 @@ def _phases(p: Partition, rank: int, price: _Prices) -> tuple[int, int, int]:
     """Attention, feed-forward and vocabulary bytes of a rank, in the unit of ``price``."""
     s = p.shares[rank]
     attention = s.heads.size * price.head + s.kv_columns.size * price.kv_column
-    feed_forward = s.columns.size * price.column + s.dense_columns.size * price.dense
+    shared = s.columns.size * p.sizes.shared if p.moe_split == "columns" else s.shared_columns.size
+    feed_forward = _routed(p.sizes, price, s.experts.size, s.columns.size) + shared * price.column + \
+        s.dense_columns.size * price.dense
     return attention, feed_forward, s.vocab.size * price.token
 
 
@@ -339,8 +384,18 @@ def step_bytes(p: Partition, rank: int, rows: int = 1) -> float:
     total = sum(_phases(p, rank, price)) / price.scale
     if s.experts and rows > 1:
         read = s.experts * (1 - (1 - s.experts_chosen / s.experts) ** rows)
-        total += p.shares[rank].columns.size * price.column / price.scale * (read / s.experts_chosen - 1)
+        share = p.shares[rank]
+        once = _routed(s, price, share.experts.size, share.columns.size) / price.scale
+        total += once * (read / s.experts_chosen - 1)
     return total
+
+
+def row_columns(s: Share, experts: int, chosen: int, shared: int) -> float:
+    """Columns of a layer's feed-forward that a row multiplies on a rank, of its experts all together, on the mean."""
+    if not experts:
+        return s.columns.size
+    beside = s.columns.size * shared if s.experts.size == experts else s.shared_columns.size
+    return s.experts.size * s.columns.size * chosen / experts + beside
 
 
 def balance(p: Partition) -> float:
@@ -387,7 +442,7 @@ def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
         weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
     assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
     return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
-             "kv_columns": str(s.kv_columns), "columns": str(s.columns), "vocab": str(s.vocab),
+             "kv_columns": str(s.kv_columns), "columns": f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns), "vocab": str(s.vocab),
              "weight_bytes": weight_bytes[s.rank],
              "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpillm.models.config import ModelConfig
-from mpillm.partition import Share
+from mpillm.partition import Share, row_columns
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: 
     up; ``block_bytes``: of a cache block of ``block`` positions, all layers.
     """
     queries, keys = share.heads.size * model.head_dim, share.kv_columns.size
-    layer = model.hidden * (2 * queries + 2 * keys + 3 * share.columns.size * max(1, model.experts_chosen))
+    columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
+    layer = model.hidden * (2 * queries + 2 * keys + 3 * columns)
     return Costs(weight_bytes - (0 if model.tied else embedding_bytes), block_bytes / block,
                  2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size, 4 * queries * model.n_layers,
                  model.windows)

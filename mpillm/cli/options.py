@@ -148,6 +148,9 @@ def split_options(split: Any) -> None:
     split.add_argument("--kv-mode", choices=config.KV_MODES,
                        help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
                             "exchanged (allgather)")
+    split.add_argument("--moe-split", choices=config.MOE_SPLITS,
+                       help="experts over ranks: a slice of the columns of each (columns), whole ones (experts), or "
+                            "whole ones only where slices would be less than 32 columns (auto, default)")
     split.add_argument("--collectives", choices=(*config.COLLECTIVES, "ordered"), metavar="{shm,mpi}",
                        help="sums over ranks in rank order, through shared memory inside a node (shm, default), or by "
                             "MPI_Allreduce (mpi), whose order varies")

@@ -69,6 +69,7 @@ def run(argv: list[str] | None) -> int:
     clock = time.perf_counter()
     settings = world.agree(lambda: options.parse(argv))
     log.setup(world.rank, world.host, settings.log_level)
+    guard.board().limit(0, settings.exchange_timeout)
     hold = Hold()
     guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
     job = world.agree(lambda: prepare(settings, hold))
@@ -228,7 +229,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
             tokenizer = open_tokenizer(job.path, checkpoint, settings)
         guard.board().limit(settings.exchange_timeout + GRACE, settings.exchange_timeout)
         paths = run_replica(world, settings, job, split, replica, model, own, tokenizer, clock, mail, desk)
-        guard.board().limit(0, 0)
+        guard.board().limit(0, settings.exchange_timeout)
     guard.board().say("waiting for the other replicas")
     if desk is not None:
         serve_others(desk)
@@ -361,7 +362,8 @@ def feed_forward(model: ModelConfig) -> str:
     """How wide a layer's feed-forward is, in words."""
     if not model.experts:
         return str(model.intermediate)
-    return f"{model.expert_intermediate} of {model.experts} experts, {model.experts_chosen} for each token"
+    shared = f", {model.shared_experts} shared" if model.shared_experts else ""
+    return f"{model.expert_intermediate} of {model.experts} experts, {model.experts_chosen} for each token{shared}"
 
 
 def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, split: setup.Split,
@@ -396,7 +398,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
 def _header(world: collectives.World, settings: RunConfig, job: Job, split: setup.Split,
             hold: Hold, expired: int) -> dict[str, Any]:
     """Root attributes of the HDF5 output: what the results depend on, and how many lines expired."""
-    described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode,
+    described = {**split.choice.to_dict(), "kv_mode": split.partition.kv_mode, "moe_split": split.partition.moe_split,
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,

@@ -25,7 +25,7 @@ from mpillm.models.deepseek_sizes import DeepSeekFigures
 from mpillm.models.llama import room_for
 from mpillm.models.load import LOADING_BYTES
 from mpillm.models.weights import Weights
-from mpillm.partition import Partition, Share, partition, row_exchange, step_bytes
+from mpillm.partition import Partition, Share, partition, row_columns, row_exchange, step_bytes
 
 KV_MODES = ("redundant", "allgather", "sharded")
 ATTENTION_SCRATCH = 64 << 20      # of latent attention, on each rank
@@ -183,13 +183,13 @@ class Dense:
 
     def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
         model, run = self._model, asked.run(mode.kv_mode)
-        split = partition(self._sizes, tp, run.kv_mode)
+        split = partition(self._sizes, tp, run.kv_mode, run.moe_split)
         copies = Counter(head for share in split.shares for head in share.kv_heads.range())
         ranks = tuple(self._rank(asked, run, split, share, mode, copies) for share in split.shares)
         read = [step_bytes(split, rank, asked.batch) for rank in range(tp)]
         fullest = max(range(tp), key=read.__getitem__)
         share = split.shares[fullest]
-        columns = share.columns.size * max(1, model.experts_chosen)
+        columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
         layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
         swaps, swapped = self._swaps(split, mode)
         attending = 2.0 * model.head_dim * model.n_layers * (
@@ -218,7 +218,8 @@ class Dense:
         """As the loader will allocate; ranks whose slices are alike are counted once."""
         start = share.heads.start * self._model.head_dim
         key = (start % 256, share.heads.size, share.kv_columns.size, share.columns.start % 256, share.columns.size,
-               share.vocab.size, share.dense_columns.start % 256, share.dense_columns.size)
+               share.vocab.size, share.dense_columns.start % 256, share.dense_columns.size, share.experts.size,
+               share.shared_columns.start % 256, share.shared_columns.size)
         if key not in self._held:
             self._held[key] = registry.weight_bytes(self._model, self._weights, split, run.weights, share.rank)
         return self._held[key]

@@ -14,7 +14,7 @@ from mpillm.errors import UsageError
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
-from mpillm.partition import Layout, Partition, layout, partition, step_bytes
+from mpillm.partition import Layout, Partition, layout, partition, row_columns, step_bytes
 
 GUESS = cost.Work()        # where nothing is known of the batch
 
@@ -42,7 +42,7 @@ def candidates(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int,
     ``memory``: bytes that each rank may use.
     """
     sizes = registry.sizes(model, weights, run.weights)
-    return [candidate(run, model, weights, partition(sizes, tp, run.kv_mode), ranks, memory)
+    return [candidate(run, model, weights, partition(sizes, tp, run.kv_mode, run.moe_split), ranks, memory)
             for tp in cost.sizes_to_try(ranks, model.n_heads, model.n_kv_heads)]
 
 
@@ -57,7 +57,7 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     free -= setup.activation_bytes(run, model, share)
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
-    columns = share.columns.size * max(1, model.experts_chosen)
+    columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
     layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],

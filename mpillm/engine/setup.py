@@ -87,7 +87,7 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
 
 def held(run: RunConfig, model: ModelConfig, weights: Weights, tp: int) -> tuple[Partition, tuple[int, ...]]:
     """The split over ``tp`` ranks, and the bytes of weights of each."""
-    split = partition(registry.sizes(model, weights, run.weights), tp, run.kv_mode)
+    split = partition(registry.sizes(model, weights, run.weights), tp, run.kv_mode, run.moe_split)
     return split, tuple(registry.weight_bytes(model, weights, split, run.weights, rank) for rank in range(tp))
 
 
@@ -119,6 +119,11 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.share_block_bytes(run, model, split.partition.shares[rank])
 
 
+def _columns(model: ModelConfig, share: Share) -> int:
+    """Columns of the widest feed-forward that a rank computes by itself, beside experts."""
+    return max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
+
+
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
 
@@ -126,10 +131,11 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
-    widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
+    widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
-    slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
+    count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
+    slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
 
 

@@ -1,8 +1,8 @@
 """A mixture of experts: rows choose experts, stand together by them, and each row's results are added.
 
-Legend: T rows of a step, E experts, K experts of a row, S = T * K slots: a slot is a row at one of its experts.
-Slots stand by expert and, within an expert, by row; ``starts`` [E + 1] says where each expert's begin. A row's
-additions follow its experts' numbers, so that its bits do not depend on the other rows.
+Legend: T rows of a step, E experts held here, K experts of a row, S <= T * K slots: a slot is a row at one of its
+experts. Slots stand by expert and, within an expert, by row; ``starts`` [E + 1] (jit/routing) says where each expert's
+begin and the last one's end. A row's additions follow its experts' numbers: its bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -10,76 +10,19 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from numba import types
 
-from mpillm.jit import policy
+from mpillm.jit import policy, routing
 from mpillm.jit.fused import ACTIVATIONS, INTS, PAIRS, activation, product
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, reads
 from mpillm.jit.isa import quantised, select
 from mpillm.jit.isa.amx import SCRATCH
 from mpillm.jit.isa.generic import store_number
-from mpillm.jit.isa.lanes import exponential_of, silu_mul_row, sum_exponentials
+from mpillm.jit.isa.lanes import silu_mul_row
 from mpillm.jit.isa.quantised import quantise_row
 from mpillm.jit.tape import Operation
 
 FEW = 16      # rows of an expert up to which reading its weights takes longer than multiplying
-
-
-@policy.helper
-def _route_part(part, parts, rows, logits, experts, count, normed, chosen, weights):
-    """The ``count`` largest of each row's logits, of equal ones the lower expert: ``chosen`` ascending.
-
-    ``weights``: softmax over these if ``normed``, else over all.
-    """
-    for m in range(part * rows // parts, (part + 1) * rows // parts):
-        row, own = m * experts, m * count
-        # Keep the best so far in descending order
-        for e in range(experts):
-            at = min(e, count)
-            while at > 0 and logits[row + e] > logits[row + chosen[own + at - 1]]:
-                if at < count:
-                    chosen[own + at] = chosen[own + at - 1]
-                at -= 1
-            if at < count:
-                chosen[own + at] = e
-        largest = logits[row + chosen[own]]
-        # Then order them by number
-        for i in range(1, count):
-            e, at = chosen[own + i], i
-            while at > 0 and chosen[own + at - 1] > e:
-                chosen[own + at] = chosen[own + at - 1]
-                at -= 1
-            chosen[own + at] = e
-        total = np.float32(0)
-        for i in range(count):
-            weights[own + i] = exponential_of(logits[row + chosen[own + i]] - largest)
-            total += weights[own + i]
-        if not normed:
-            total = np.float32(sum_exponentials(logits, row, experts, largest))
-        for i in range(count):
-            weights[own + i] /= total
-
-
-@policy.helper
-def _group_part(part, parts, rows, experts, count, chosen, starts, slots, sources):
-    """One thread's: ``starts`` of the experts, the slot of each choice, the row of each slot."""
-    if part > 0:
-        return
-    for e in range(experts + 1):
-        starts[e] = 0
-    for i in range(rows * count):
-        starts[chosen[i] + 1] += 1
-    for e in range(experts):
-        starts[e + 1] += starts[e]
-    for i in range(rows * count):
-        slot = starts[chosen[i]]
-        slots[i], sources[slot] = slot, i // count
-        starts[chosen[i]] = slot + 1
-    # Each start has moved to its expert's end, the next one's start
-    for e in range(experts, 0, -1):
-        starts[e] = starts[e - 1]
-    starts[0] = 0
 
 
 @policy.helper
@@ -88,8 +31,8 @@ def _source(gathered, sources, slot):
 
 
 @policy.helper
-def _take_numbers_part(part, parts, rows, count, k, x, gathered, sources, starts, experts, taken):
-    slots = rows * count
+def _take_numbers_part(part, parts, k, x, gathered, sources, starts, experts, taken):
+    slots = starts[experts]
     for s in range(part * slots // parts, (part + 1) * slots // parts):
         start = _source(gathered, sources, s) * k
         for i in range(k):
@@ -97,16 +40,16 @@ def _take_numbers_part(part, parts, rows, count, k, x, gathered, sources, starts
 
 
 @policy.helper
-def _take_codes_part(part, parts, rows, count, k, x, gathered, sources, starts, experts, codes, scales, sums):
-    slots = rows * count
+def _take_codes_part(part, parts, k, x, gathered, sources, starts, experts, codes, scales, sums):
+    slots = starts[experts]
     for s in range(part * slots // parts, (part + 1) * slots // parts):
         quantise_row(x, _source(gathered, sources, s) * k, k, codes, s * k, scales, s * (k // 32), sums, s * (k // 16))
 
 
 @policy.helper
-def _take_pairs_part(part, parts, rows, count, k, x, gathered, sources, starts, experts, pairs):
+def _take_pairs_part(part, parts, k, x, gathered, sources, starts, experts, pairs):
     """As round_rows_part has them."""
-    slots, stride = rows * count, (k + 1) // 2 * 2
+    slots, stride = starts[experts], (k + 1) // 2 * 2
     for s in range(part * slots // parts, (part + 1) * slots // parts):
         start = _source(gathered, sources, s) * k
         for i in range(k):
@@ -116,9 +59,9 @@ def _take_pairs_part(part, parts, rows, count, k, x, gathered, sources, starts, 
 
 
 @policy.helper
-def _take_tiles_part(part, parts, rows, count, k, x, gathered, sources, starts, experts, tiles):
+def _take_tiles_part(part, parts, k, x, gathered, sources, starts, experts, tiles):
     """As tile_rows_part has them, the slots of each expert by themselves."""
-    slots, k_tiles = rows * count, (k + 31) // 32
+    slots, k_tiles = starts[experts], (k + 31) // 32
     begin, end = part * slots // parts, (part + 1) * slots // parts
     for e in range(experts):
         base = starts[e]
@@ -212,34 +155,26 @@ def _down_core(multiply: Any) -> Any:
 
 
 @policy.helper
-def _combine_part(part, parts, rows, n, count, slots, weights, y, out):
-    """out [T, n] = sum over a row's experts of weight * y, by ascending expert; zeros for a ``count`` of 0."""
+def _combine_part(part, parts, rows, n, count, slots, weights, y, added, beside, out):
+    """out [T, n] = sum over a row's experts of weight * y, by ascending expert, those elsewhere left out.
+
+    Zeros for a ``count`` of 0; then ``beside`` [T, n], if it is ``added``.
+    """
     for m in range(part * rows // parts, (part + 1) * rows // parts):
         for i in range(n):
             out[m * n + i] = 0
         for j in range(m * count, (m + 1) * count):
             weight, start = weights[j], types.intp(slots[j]) * n
+            if start >= 0:
+                for i in range(n):
+                    out[m * n + i] += weight * y[start + i]
+        if added:
             for i in range(n):
-                out[m * n + i] += weight * y[start + i]
+                out[m * n + i] += beside[m * n + i]
 
 
-_STARTS, _INDICES = types.int64[::1], types.int32[::1]
-_ROUTED = (INT, VECTOR, INT, INT, INT, _INDICES, F32_1)
-_GROUPED = (INT, INT, INT, reads(types.int32), _STARTS, _INDICES, _INDICES)
-_COMBINED = (INT, INT, INT, reads(types.int32), VECTOR, VECTOR, F32_1)
-_TAKEN = (INT, INT, INT, VECTOR, INT, reads(types.int32), reads(types.int64), INT)
-
-
-@lru_cache(None)
-def route_operation() -> Operation:
-    """Which experts a row goes to, and with which weights."""
-    return Operation(_route_part, "moe_route", _ROUTED)
-
-
-@lru_cache(None)
-def group_operation() -> Operation:
-    """Choices in order of the experts."""
-    return Operation(_group_part, "moe_group", _GROUPED)
+_COMBINED = (INT, INT, INT, reads(types.int32), VECTOR, VECTOR, INT, VECTOR, F32_1)
+_TAKEN = (INT, VECTOR, INT, reads(types.int32), reads(types.int64), INT)
 
 
 @lru_cache(None)
@@ -289,4 +224,4 @@ def warm_up(names: list[str]) -> list[Any]:
     return [*(lambda name=name: gate_up_operation(name) for name in names),
             *(lambda name=name: down_operation(name) for name in names),
             *(lambda kind=kind: take_operation(kind) for kind in sorted(kinds)),
-            route_operation, group_operation, combine_operation]
+            routing.route_operation, routing.group_operation, combine_operation]

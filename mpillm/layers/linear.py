@@ -90,9 +90,14 @@ class RowLinear:
     def record(self, plan: kernels.Plan, residual_TN: np.ndarray, norm: RMSNorm | None,
                normed_TN: np.ndarray) -> None:
         """``residual += y``, and its norm (if any) into ``normed``, which every rank computes alike."""
-        y_TN = plan.buffer("row_output", self.weight.n)
-        plan.linear(plan.buffer(self._room, self.weight.k), self.weight, None, y_TN)
+        y_TN = self.record_local(plan, "row_output")
         record_sum(plan, self.reducer, y_TN, self.bias, residual_TN, norm, normed_TN)
+
+    def record_local(self, plan: kernels.Plan, name: str) -> np.ndarray:
+        """This rank's part of the sum [T, N], the buffer ``name``; without the bias."""
+        y_TN = plan.buffer(name, self.weight.n)
+        plan.linear(plan.buffer(self._room, self.weight.k), self.weight, None, y_TN)
+        return y_TN
 
 
 def record_sum(plan: kernels.Plan, reducer: Reducer, y_TN: np.ndarray, bias: np.ndarray | None,

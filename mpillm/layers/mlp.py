@@ -24,8 +24,16 @@ class GatedMLP:
 
     def record(self, plan: kernels.Plan, residual: np.ndarray, norm: RMSNorm | None, normed: np.ndarray) -> None:
         """Take what ``input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
+        self._record_columns(plan)
+        self.down.record(plan, residual, norm, normed)
+
+    def record_local(self, plan: kernels.Plan, name: str) -> np.ndarray:
+        """What this rank adds to the sum, for what ``input`` holds: [T, hidden], the buffer ``name``."""
+        self._record_columns(plan)
+        return self.down.record_local(plan, name)
+
+    def _record_columns(self, plan: kernels.Plan) -> None:
         if self.gate_up.in_turn:
             self.gate_up.record_gated(plan, self.down.input(plan))
         else:
             plan.silu_mul(self.gate_up.record(plan, "gate_up"), self.down.input(plan))
-        self.down.record(plan, residual, norm, normed)

@@ -21,6 +21,7 @@ from mpillm.layers.norm import RMSNorm
 from mpillm.layers.rope import Rope
 from mpillm.models.config import ModelConfig
 from mpillm.models.load import Loader
+from mpillm.models.load_experts import read_experts
 from mpillm.partition import Share, Span, local_groups
 
 # Tensors of a layer by the names of Hugging Face checkpoints; `models.weights` has GGUF's names for them.
@@ -160,7 +161,7 @@ def _attention(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather
 def _feed_forward(config: ModelConfig, load: Loader, index: int) -> GatedMLP | ExpertMLP:
     prefix = LAYER.format(index)
     if config.has_experts(index):
-        return ExpertMLP(load.experts(prefix), load.reducer)
+        return read_experts(load, prefix)
     columns = dense_columns(config, load.share)
     gate, up = (prefix + name for name in MATRICES["gate_up"])
     return GatedMLP(load.pairs((gate, up), columns), load.rows(prefix + MATRICES["down"][0], columns))

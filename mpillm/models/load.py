@@ -20,7 +20,6 @@ from mpillm.layers.linear import ColumnLinear, Reducer, RowLinear
 from mpillm.machine import signals
 from mpillm.machine.guard import board
 from mpillm.models.config import ModelConfig
-from mpillm.models.expert_names import ROUTER
 from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 from mpillm.quant import recipe
@@ -33,7 +32,7 @@ QUANT_BLOCK, PANEL = 32, 16
 # Stored types that have kernels of their own
 KEPT = {"F32": "f32", "BF16": "bf16", "F16": "f16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_K",
          "Q6_K": "q6_K"}
-_SUPER_BLOCKS = ("q4_K", "q6_K")
+SUPER_BLOCKS = ("q4_K", "q6_K")
 
 
 def memory_format(weights: Weights, names: Sequence[str], asked: str) -> str:
@@ -69,28 +68,21 @@ def stored_slice(kind: str, span: Span) -> tuple[int, int, int]:
     if kind not in kernels.QUANTISED or not span.size:
         return span.start, span.stop, 0
     first, last = span.start // QUANT_BLOCK, -(-span.stop // QUANT_BLOCK)
-    return first * QUANT_BLOCK, last * QUANT_BLOCK, first % 8 if kind in _SUPER_BLOCKS else 0
-
-
-def expert_names(prefix: str, count: int, part: str) -> list[str]:
-    """The weights of a layer's experts, ``part`` gate, up or down; ``prefix`` is the layer's."""
-    return [f"{prefix}mlp.experts.{e}.{part}_proj.weight" for e in range(count)]
-
-
-def expert_widths(kind: str, columns: int) -> tuple[int, int]:
-    """(columns of a rank's slice of an expert in whole panels, inputs that a down projection ``kind`` has for them)."""
-    width = -(-columns // PANEL) * PANEL
-    return width, -(-width // QUANT_BLOCK) * QUANT_BLOCK if kind in kernels.QUANTISED else width
+    return first * QUANT_BLOCK, last * QUANT_BLOCK, first % 8 if kind in SUPER_BLOCKS else 0
 
 
 @dataclass
-class _Piece:
-    """Rows of one tensor in a packed matrix: from row ``at`` on, of the ``tensor``-th of those that stand in turn."""
+class Piece:
+    """Rows of one tensor in a packed matrix: from row ``at`` on, of the ``tensor``-th of those that stand in turn.
+
+    Its columns are ``aside`` of those that are asked for.
+    """
 
     name: str
     rows: Span
     at: int = 0
     tensor: int = 0
+    aside: int = 0
 
 
 class Loader:
@@ -121,17 +113,17 @@ class Loader:
         """A column-parallel product of the ``span`` of outputs; ``kind``: its format, None for the usual one."""
         return self._columns([name], [span], self._format([name + ".weight"]) if kind is None else kind)
 
-    def pairs(self, names: tuple[str, str], span: Span) -> ColumnLinear:
-        """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels."""
+    def pairs(self, names: tuple[str, str], span: Span, k: int = 0) -> ColumnLinear:
+        """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels; ``k`` inputs or more."""
         return self._columns(names, [span, span], self._format([name + ".weight" for name in names]),
-                             in_turn=span.size % PANEL == 0)
+                             in_turn=span.size % PANEL == 0, k=k)
 
     def _columns(self, names: Sequence[str], spans: Sequence[Span], kind: str,
-                 in_turn: bool = False) -> ColumnLinear:
-        pieces = [_Piece(name + ".weight", span) for name, span in zip(names, spans, strict=True)]
+                 in_turn: bool = False, k: int = 0) -> ColumnLinear:
+        pieces = [Piece(name + ".weight", span) for name, span in zip(names, spans, strict=True)]
         n_in = self.weights.info(pieces[0].name).shape[1]
         n_full = sum(self.weights.info(piece.name).shape[0] for piece in pieces)
-        weight, bias = self._pack(pieces, range(n_in), kind, in_turn), self._biases(names, spans)
+        weight, bias = self._pack(pieces, range(n_in), kind, in_turn, k), self._biases(names, spans)
         if in_turn and bias is not None:
             bias = np.ascontiguousarray(bias.reshape(len(names), -1, PANEL).swapaxes(0, 1)).reshape(-1)
         widths = () if in_turn else tuple(span.size for span in spans)
@@ -142,7 +134,7 @@ class Loader:
         n_out, k_full = self.weights.info(name + ".weight").shape
         kind = self._format([name + ".weight"])
         first, last, _ = stored_slice(kind, span)
-        weight = self._pack([_Piece(name + ".weight", Span(0, n_out))], range(first, min(last, k_full)), kind)
+        weight = self._pack([Piece(name + ".weight", Span(0, n_out))], range(first, min(last, k_full)), kind)
         bias = self.vector(name + ".bias") if self.weights.has(name + ".bias") else None
         return RowLinear(weight, bias, k_full, span.start - first, span.size, self.reducer)
 
@@ -160,7 +152,7 @@ class Loader:
         return VocabEmbedding(table, first, hidden, self.reducer), VocabHead(head, first)
 
     def _vocabulary(self, name: str) -> kernels.PackedMatrix:
-        return self._pack([_Piece(name, self.share.vocab)], range(self.config.hidden), self._format([name]))
+        return self._pack([Piece(name, self.share.vocab)], range(self.config.hidden), self._format([name]))
 
     def _format(self, names: Sequence[str]) -> str:
         return memory_format(self.weights, names, self.asked)
@@ -174,15 +166,15 @@ class Loader:
         self.nbytes += bias.nbytes
         return bias
 
-    def _pack(self, pieces: Sequence[_Piece], columns: range, packed_as: str,
-              in_turn: bool = False) -> kernels.PackedMatrix:
+    def _pack(self, pieces: Sequence[Piece], columns: range, packed_as: str,
+              in_turn: bool = False, at_least: int = 0) -> kernels.PackedMatrix:
         """Stream the pieces, a chunk of rows at a time, into one packed matrix; columns begin on a block's border.
 
-        The pieces stand below each other, or ``in_turn``, a panel of each.
+        The pieces stand below each other, or ``in_turn``, a panel of each. Zeros fill up to ``at_least`` columns.
         """
         k = len(columns)
         first, last, phase = stored_slice(packed_as, Span(columns.start, columns.stop))
-        k_stored = last - first
+        k_stored = max(last - first, at_least)
         packer = kernels.Packer(packed_as, sum(piece.rows.size for piece in pieces), k_stored, phase,
                                 len(pieces) if in_turn else 1)
         if not k:                       # a rank that owns no inputs adds nothing to the sum
@@ -192,33 +184,9 @@ class Loader:
         for number, piece in enumerate(pieces):
             piece.at, piece.tensor = (0, number) if in_turn else (at, 0)
             at += piece.rows.size
-        return self._fill(packer, pieces if k else (), columns)
+        return self.fill(packer, pieces if k else (), columns)
 
-    def experts(self, prefix: str) -> kernels.Experts:
-        """The owned columns of a layer's experts, each filled up to whole panels, and the router."""
-        c, span = self.config, self.share.columns
-        gate, up, down = (expert_names(prefix, c.experts, part) for part in ("gate", "up", "down"))
-        kind, down_kind = self._format([*gate, *up]), self._format(down)
-        width, k_down = expert_widths(down_kind, span.size)
-        first, k, height = *stored_slice(kind, Span(0, c.hidden))[:2], -(-c.hidden // PANEL) * PANEL
-        assert first == 0 and stored_slice(down_kind, span)[0] == span.start, f"columns {span} cut a block"
-
-        packer = kernels.Packer(kind, 2 * c.experts * width, k, interleaved=2)
-        pieces = [_Piece(names[e], span, e * width, tensor) for e in range(c.experts)
-                  for tensor, names in enumerate((gate, up))]
-        gate_up = self._fill(packer, pieces if span else (), range(c.hidden), width)
-
-        packer = kernels.Packer(down_kind, c.experts * height, k_down, stored_slice(down_kind, span)[2])
-        pieces = [_Piece(name, Span(0, c.hidden), e * height) for e, name in enumerate(down)]
-        if not span:
-            packer.put(0, np.zeros((packer.n, 0), np.float32))
-        packed = self._fill(packer, pieces if span else (), span.range(), height)
-
-        packer = kernels.Packer("f32", c.experts, k)
-        router = self._fill(packer, [_Piece(prefix + ROUTER, Span(0, c.experts))], range(c.hidden))
-        return kernels.Experts(router, gate_up, packed, c.experts_chosen, c.routing.normed, width, c.hidden)
-
-    def _fill(self, packer: kernels.Packer, pieces: Sequence[_Piece], columns: range,
+    def fill(self, packer: kernels.Packer, pieces: Sequence[Piece], columns: range,
               height: int = 0) -> kernels.PackedMatrix:
         """Stream the pieces into a matrix; each is followed by zeros up to ``height`` rows, if it has fewer."""
         for piece, at, raw, values in _ahead(self._chunks(packer, pieces, columns)):
@@ -247,18 +215,19 @@ class Loader:
         board().say(f"reading {name}")
         self._refuse_lost_values(packer, name, packer.format)
 
-    def _chunks(self, packer: kernels.Packer, pieces: Sequence[_Piece],
-                columns: range) -> Iterator[tuple[_Piece, int, bool, np.ndarray]]:
+    def _chunks(self, packer: kernels.Packer, pieces: Sequence[Piece],
+                columns: range) -> Iterator[tuple[Piece, int, bool, np.ndarray]]:
         """Where rows come to stand, whether they are stored blocks, and these or their values, a chunk at a time."""
         step = max(PANEL, CHUNK_BYTES // (4 * max(1, len(columns))) // PANEL * PANEL)
         for piece in pieces:
             stored_as = KEPT.get(self.weights.info(piece.name).dtype)
-            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(columns) == packer.k \
-                and self.weights.in_rows(piece.name)
+            inputs = range(columns.start + piece.aside, columns.stop + piece.aside)
+            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(inputs) == packer.k \
+                and inputs.start % QUANT_BLOCK == 0 and self.weights.in_rows(piece.name)
             for first in range(piece.rows.start, piece.rows.stop, step):
                 rows = range(first, min(first + step, piece.rows.stop))
-                values = self.weights.read_raw(piece.name, rows, columns) if raw else \
-                    _widened(self.weights.read(piece.name, rows, columns), packer.k)
+                values = self.weights.read_raw(piece.name, rows, inputs) if raw else \
+                    _widened(self.weights.read(piece.name, rows, inputs), packer.k)
                 yield piece, piece.at + first - piece.rows.start, raw, values
 
     @staticmethod

@@ -10,7 +10,9 @@ from typing import Any
 from mpillm import kernels
 from mpillm.models import deepseek, latent_weights, llama
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import PANEL, QUANT_BLOCK, apart, expert_names, expert_widths, memory_format, stored_slice
+from mpillm.models.expert_names import CORRECTION
+from mpillm.models.load import QUANT_BLOCK, apart, memory_format, stored_slice
+from mpillm.models.load_experts import expert_names, shared_names, stand
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Sizes, Span
 from mpillm.quant import recipe
@@ -30,9 +32,9 @@ def layer_matrices(layer: int, group: str, experts: int = 0) -> tuple[str, ...]:
     """Full names of the weights of one packed matrix of a layer; of ``experts`` where it has them."""
     prefix = llama.LAYER.format(layer)
     if experts and group == "gate_up":
-        return tuple(expert_names(prefix, experts, "gate") + expert_names(prefix, experts, "up"))
+        return tuple(expert_names(prefix, range(experts), "gate") + expert_names(prefix, range(experts), "up"))
     if experts and group == "down":
-        return tuple(expert_names(prefix, experts, "down"))
+        return tuple(expert_names(prefix, range(experts), "down"))
     return tuple(f"{prefix}{name}.weight" for name in llama.MATRICES[group])
 
 
@@ -40,12 +42,21 @@ def _matrices(config: ModelConfig, layer: int, group: str) -> tuple[str, ...]:
     return layer_matrices(layer, group, config.experts if config.has_experts(layer) else 0)
 
 
+def _shared(config: ModelConfig) -> list[tuple[str, ...]]:
+    """Names of the shared experts' weights, of each layer those of gate and up, and that of down."""
+    if not config.shared_experts:
+        return []
+    layers = [llama.LAYER.format(i) for i in range(config.n_layers) if config.has_experts(i)]
+    return [tuple(names) for at in layers
+            for names in (shared_names(at, "gate") + shared_names(at, "up"), shared_names(at, "down"))]
+
+
 def formats(config: ModelConfig, weights: Weights, asked: str) -> set[str]:
     """The formats that the model's matrices will have in memory."""
     kinds = ("gate_up", "down") if config.latent else ("output", "gate_up", "down")
     groups = [_matrices(config, i, group) for i in range(config.n_layers) for group in kinds]
     groups += [("model.embed_tokens.weight",)] + ([] if config.tied else [("lm_head.weight",)])
-    found = {memory_format(weights, group, asked) for group in groups}
+    found = {memory_format(weights, group, asked) for group in [*groups, *_shared(config)]}
     if config.latent:
         return found | latent_weights.formats(config, weights, asked)
     return found.union(*(qkv_formats(weights, i, asked) for i in range(config.n_layers)))
@@ -73,7 +84,7 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
             return projections(qkv_formats(weights, layer, asked))
         return mean([kind for _, kind, _ in latent_weights.held(config, weights, layer, _NOBODY, asked)])
 
-    down = in_memory("down")
+    down = in_memory("down") + [memory_format(weights, names, asked) for names in _shared(config)[1::2]]
     head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     return Sizes(
         hidden=config.hidden, n_layers=config.n_layers, n_heads=config.n_heads,
@@ -83,9 +94,9 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
         vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
         bytes_attn=sum(map(attention_bytes, range(config.n_layers))) / config.n_layers,
         latent_head=_latent_head(config) if config.latent else 0,
-        bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down)) / 3,
+        bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down[:config.n_layers])) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)], experts=config.experts,
-        experts_chosen=config.experts_chosen, dense_layers=len(config.dense),
+        experts_chosen=config.experts_chosen, shared=config.shared_experts, dense_layers=len(config.dense),
         dense_intermediate=config.intermediate if config.dense else 0)
 
 
@@ -102,7 +113,8 @@ def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, as
     share = partition.shares[rank]
     columns = llama.dense_columns(config, share).size
     vectors = config.n_layers * _vector_values(config, share, columns) + config.hidden
-    routers = sum(_router_bytes(config, weights, i, asked) for i in range(config.n_layers) if config.has_experts(i))
+    routers = sum(_router_bytes(config, weights, i, share, asked)
+                  for i in range(config.n_layers) if config.has_experts(i))
     return 4 * vectors + routers + sum(nbytes for *_, nbytes in matrices(config, weights, share, asked))
 
 
@@ -166,20 +178,28 @@ def matched(config: ModelConfig, weights: Weights, partition: Partition, asked: 
 
 def _experts(config: ModelConfig, weights: Weights, layer: int, share: Share,
              asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
-    """The same of one layer's experts, without the router."""
+    """The same of one layer's experts, without the router; shared ones by themselves, since recipes name them so."""
+    prefix = llama.LAYER.format(layer)
+    s = stand(config, weights, prefix, share, asked)
     gate_up, down = (_matrices(config, layer, group) for group in ("gate_up", "down"))
-    kind, down_kind = (memory_format(weights, names, asked) for names in (gate_up, down))
-    width, k_down = expert_widths(down_kind, share.columns.size)
-    k, height = stored_slice(kind, Span(0, config.hidden))[1], -(-config.hidden // PANEL) * PANEL
-    phase = stored_slice(down_kind, share.columns)[2]
-    yield gate_up, kind, kernels.packed_nbytes(kind, 2 * config.experts * width, k)
-    yield down, down_kind, kernels.packed_nbytes(down_kind, config.experts * height, k_down, phase)
+    shared = shared_names(prefix, "gate") + shared_names(prefix, "up")
+    for count, both, last in ((s.held.size, gate_up, down), (s.merged, shared, shared_names(prefix, "down"))):
+        if count:
+            yield both, s.gate_up, kernels.packed_nbytes(s.gate_up, 2 * count * s.width, s.k)
+            yield last, s.down, kernels.packed_nbytes(s.down, count * s.height, s.k_down, s.phase)
+    if s.apart:
+        columns = share.shared_columns
+        first, last_column, phase = stored_slice(s.apart[1], columns)
+        yield shared, s.apart[0], kernels.packed_nbytes(s.apart[0], 2 * columns.size, s.k)
+        yield shared_names(prefix, "down"), s.apart[1], kernels.packed_nbytes(
+            s.apart[1], config.hidden, last_column - first, phase)
 
 
-def _router_bytes(config: ModelConfig, weights: Weights, layer: int, asked: str) -> int:
+def _router_bytes(config: ModelConfig, weights: Weights, layer: int, share: Share, asked: str) -> int:
     """Bytes of one layer's router, float32, on every rank."""
-    kind = memory_format(weights, _matrices(config, layer, "gate_up"), asked)
-    return kernels.packed_nbytes("f32", config.experts, stored_slice(kind, Span(0, config.hidden))[1])
+    prefix = llama.LAYER.format(layer)
+    corrections = 4 * config.experts if config.routing.bias and weights.has(prefix + CORRECTION) else 0
+    return kernels.packed_nbytes("f32", config.experts, stand(config, weights, prefix, share, asked).k) + corrections
 
 
 def _vector_values(config: ModelConfig, share: Share, columns: int) -> int:

@@ -96,6 +96,12 @@ class Outputs:
         assert line["response"]["status_code"] == 200 and line["error"] is None, line
         return line["response"]["body"]
 
+    @cached_property
+    def layout(self) -> dict[str, Any]:
+        """How the model was split, as the HDF5 file has it."""
+        with h5py.File(self.hdf5) as file:
+            return json.loads(file.attrs["layout"])
+
     def ids(self, custom_id: str, choice: int = 0) -> list[int]:
         """The generated ids of a choice."""
         return self.body(custom_id)["choices"][choice]["token_ids"]

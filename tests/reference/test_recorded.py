@@ -71,6 +71,19 @@ def test_logits_and_tokens_of_all_other_runs(name, ranks, modes, tmp_path):
     compare(name, ranks, modes, tmp_path)
 
 
+@pytest.mark.parametrize("name, ranks", [("experts", 1), ("experts", 2), ("experts", 3), ("experts", 6),
+                                         ("experts_normed", 4), ("experts_dense", 3)])
+def test_whole_experts_on_each_rank(name, ranks, tmp_path):
+    """Five experts on six ranks leave one without; the bits of a row do not depend on the chunks."""
+    prompts, model = load_recorded(name), write_folder(BY_NAME[name], tmp_path / "model")
+    whole = run_case(tmp_path, model, prompts, ranks, "redundant", "--moe-split", "experts")
+    check(whole, prompts)
+    assert whole.layout["moe_split"] == "experts"
+    chunks = run_case(tmp_path, model, prompts, ranks, "redundant", "--moe-split", "experts", "--prefill-chunk", 3,
+                      name="chunks")
+    same_bits(whole, chunks, [f"p{i}" for i in range(len(prompts))])
+
+
 def compare(name: str, ranks: int, modes: tuple[str, ...], folder) -> None:
     """Each mode against the recorded; two modes bit for bit."""
     prompts = load_recorded(name)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from made_models import finish, gguf_tensors, gguf_writer, random_tensors, tiny, write_folder
 
 from mpillm import kernels
-from mpillm.errors import ModelError
+from mpillm.errors import ModelError, UsageError
 from mpillm.models import registry
 from mpillm.models.load import Loader
+from mpillm.models.load_experts import read_experts
 from mpillm.models.parse import open_model
 from mpillm.models.parse_hf import hf_config
 from mpillm.models.stated import stated_model
@@ -103,10 +104,10 @@ def write(folder, how: str) -> str:
     return write_folder(folder / how, config, fused(config) if "fused" in how else apart(config))
 
 
-def loaders(path: str, tp: int, asked: str):
+def loaders(path: str, tp: int, asked: str, moe_split: str = "columns"):
     config, checkpoint = open_model(path)
     weights = Weights(checkpoint, config)
-    split = partition(registry.sizes(config, weights, asked), tp, "redundant")
+    split = partition(registry.sizes(config, weights, asked), tp, "redundant", moe_split)
     for rank, share in enumerate(split.shares):
         yield config, weights, split, rank, Loader(config, weights, share, asked, _Alone())
     checkpoint.close()
@@ -117,7 +118,7 @@ def test_every_layout_of_files_gives_the_same_slices(tmp_path, how):
     path = write(tmp_path, how)
     for config, weights, split, rank, loader in loaders(path, 3, "f32"):
         before = weights.checkpoint.bytes_read
-        layer, span = loader.experts("model.layers.1."), split.shares[rank].columns
+        layer, span = read_experts(loader, "model.layers.1.").experts, split.shares[rank].columns
         read = weights.checkpoint.bytes_read - before
         assert read == 4 * COUNT * HIDDEN * (3 * span.size + 1), "a rank reads its own slices"
         gate_up = kernels.lookup(layer.gate_up, np.arange(layer.gate_up.n)).reshape(COUNT, -1, 2, 16, HIDDEN)
@@ -126,12 +127,13 @@ def test_every_layout_of_files_gives_the_same_slices(tmp_path, how):
             assert np.array_equal(found, expert_values(1, part)[:, span.start:span.stop]), part
         down = kernels.lookup(layer.down, np.arange(layer.down.n)).reshape(COUNT, HIDDEN, -1)
         assert np.array_equal(down, expert_values(1, "down")[:, :, span.start:span.stop])
-        assert (layer.chosen, layer.normed) == (config.experts_chosen, True)
+        assert (layer.router.chosen, layer.router.normed) == (config.experts_chosen, True)
 
 
+@pytest.mark.parametrize("moe_split", ["columns", "experts"])
 @pytest.mark.parametrize("asked", ["f32", "bf16", "q8_0"])
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 3, "mlp_only_layers": [1]}])
-def test_bytes_are_known_before_loading(tmp_path, asked, changes):
+def test_bytes_are_known_before_loading(tmp_path, asked, changes, moe_split):
     config = QWEN3 | changes
     tensors = apart(config)
     if changes:
@@ -143,7 +145,7 @@ def test_bytes_are_known_before_loading(tmp_path, asked, changes):
         tensors |= {f"model.layers.2.self_attn.{name}.weight": np.ones(16, np.float32) for name in ("q_norm", "k_norm")}
     path = write_folder(tmp_path / "m", config, tensors)
     for tp in (1, 3, 6):
-        for figures, weights, split, rank, loader in loaders(path, tp, asked):
+        for figures, weights, split, rank, loader in loaders(path, tp, asked, moe_split):
             registry.BUILDERS["qwen3_moe"](figures, loader, None)
             assert loader.nbytes == registry.weight_bytes(figures, weights, split, asked, rank), (tp, rank)
 
@@ -196,24 +198,40 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
 SIZES = st.builds(Sizes, hidden=st.just(64), n_layers=st.integers(2, 4), n_heads=st.just(6), n_kv_heads=st.just(2),
                   head_dim=st.just(8), intermediate=st.integers(1, 300), vocab=st.just(400), experts=st.integers(2, 9),
                   experts_chosen=st.integers(1, 2), dense_layers=st.integers(0, 1),
-                  dense_intermediate=st.integers(0, 200))
+                  dense_intermediate=st.integers(0, 200), shared=st.integers(0, 2))
 
 
-@settings(max_examples=60, deadline=None)
-@given(SIZES, st.integers(1, 9))
-def test_a_step_reads_the_chosen_experts_once(s, tp):
-    p = partition(s, tp)
-    for spans, total in (([x.columns for x in p.shares], s.intermediate),
-                         ([x.dense_columns for x in p.shares], s.dense_intermediate)):
+@settings(max_examples=90, deadline=None)
+@given(SIZES, st.integers(1, 9), st.sampled_from(["columns", "experts"]))
+def test_a_step_reads_the_chosen_experts_once(s, tp, moe_split):
+    p = partition(s, tp, moe_split=moe_split)
+    split = [x.columns if moe_split == "columns" else x.experts for x in p.shares]
+    whole = {x.experts if moe_split == "columns" else x.columns for x in p.shares}
+    assert whole == {Span(0, s.experts if moe_split == "columns" else s.intermediate)}
+    for spans, total in ((split, s.intermediate if moe_split == "columns" else s.experts),
+                         ([x.dense_columns for x in p.shares], s.dense_intermediate),
+                         ([x.shared_columns for x in p.shares], s.shared * s.intermediate)):
         assert spans[0].start == 0 and spans[-1].stop == total
         assert all(one.stop == other.start for one, other in zip(spans, spans[1:], strict=False))
     sparse = 3 * s.intermediate * s.hidden * (s.n_layers - s.dense_layers) * s.bytes_ffn
     dense = 3 * s.dense_intermediate * s.hidden * s.dense_layers * s.bytes_ffn
     ranks = range(tp)
-    assert sum(phase_bytes(p, r)[1] for r in ranks) == pytest.approx(sparse * s.experts_chosen + dense)
+    assert sum(phase_bytes(p, r)[1] for r in ranks) == pytest.approx(sparse * (s.experts_chosen + s.shared) + dense)
     one, many, all_of_them = (sum(step_bytes(p, r, rows) for r in ranks) for rows in (1, 2, 10 ** 6))
     assert one <= many <= all_of_them * (1 + 1e-9)
     assert all_of_them - one == pytest.approx(sparse * (s.experts - s.experts_chosen), abs=1e-3)
+
+
+def test_experts_are_dealt_whole_where_slices_would_cut_quantisation_blocks():
+    s = Sizes(64, 2, 6, 2, 8, 96, 320, experts=7, experts_chosen=2)
+    assert [partition(s, tp, moe_split="auto").moe_split for tp in (1, 3, 4)] == ["columns", "columns", "experts"]
+    assert [share.experts.size for share in partition(s, 4, moe_split="auto").shares] == [2, 2, 2, 1]
+    dense = Sizes(64, 2, 6, 2, 8, 32, 320)
+    assert partition(dense, 4, moe_split="auto").moe_split == "columns"
+    with pytest.raises(UsageError, match="moe-split experts is for models with experts"):
+        partition(dense, 4, moe_split="experts")
+    with pytest.raises(UsageError, match="moe-split 'rows' is unknown: use columns, experts or auto"):
+        partition(s, 4, moe_split="rows")
 
 
 def test_models_without_experts_have_no_columns_of_that_kind():

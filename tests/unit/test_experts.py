@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpillm import experts, kernels
-from mpillm.jit import moe
 from mpillm.quant.layout import PANEL
 
 
@@ -56,8 +55,8 @@ def made(slow, kind, chosen, normed):
     down = np.pad(slow.down, ((0, 0), (0, 0), (0, k - columns)))
     router = kernels.Packer("f32", count, hidden)
     router.put(0, slow.router)
-    return experts.Experts(router.finish(), packed(kind, [slow.gate, slow.up], 2), packed(kind, down),
-                           chosen, normed, width, hidden)
+    return experts.Experts(experts.Router(router.finish(), chosen, normed), packed(kind, [slow.gate, slow.up], 2),
+                           packed(kind, down), width, hidden, count)
 
 
 def run(x, layer, threads=1, capacity=None):
@@ -113,8 +112,3 @@ def test_a_rank_without_columns_adds_zeros():
     assert not run(np.ones((4, 32), np.float32), made(slow, "f32", 2, True)).any()
 
 
-def test_of_equal_logits_the_lower_expert_is_chosen():
-    logits, chosen, weights = np.zeros((1, 5), np.float32), np.zeros(2, np.int32), np.zeros(2, np.float32)
-    logits[0, 0] = -1
-    moe.route_operation()(1, logits, 5, 2, 1, chosen, weights)
-    assert chosen.tolist() == [1, 2] and weights.tolist() == [0.5, 0.5]
