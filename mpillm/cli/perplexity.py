@@ -237,7 +237,8 @@ def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, 
         if cache is None:
             share = split.partition.shares[replica.rank]
             blocks = cache_blocks(world, settings, job, split, replica)
-            cache = allocate(settings.kv_type, job.model.n_layers, blocks, share.kv_heads.size, job.model.head_dim)
+            cache = allocate(settings.kv_type, job.model.n_layers, blocks, share.kv_heads.size, job.model.head_dim,
+                             settings.kv_type_v)
             sampler = Sampler(replica, share.vocab.start, max(s.vocab.size for s in split.partition.shares))
         scheduler = Scheduler(BlockLedger(blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
                               context_blocks=blocks_for(job.context, kernels.BLOCK))
@@ -274,7 +275,8 @@ def report(given: dict[str, Any], settings: config.RunConfig, job: Job, plan: Pl
         **figures, "window": plan.window, "stride": plan.stride, "windows": plan.windows, "bytes": text.nbytes,
         "start_tokens": text.start_tokens, "text": os.path.abspath(settings.prompts), "text_sha256": text.sha256,
         "model": os.path.abspath(job.path), "weight_formats": split.formats, "kv_type": settings.kv_type,
-        "kv_mode": settings.kv_mode, "collectives": settings.collectives, "instructions": kernels.tier(),
+        "kv_type_v": settings.kv_type_v, "kv_mode": settings.kv_mode,
+        "collectives": settings.collectives, "instructions": kernels.tier(),
         "fast": settings.fast, "layout": split.choice.to_dict(), "mpillm_version": __version__, **more}
     target = os.path.realpath(given["json"])
     try:

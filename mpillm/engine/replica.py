@@ -120,7 +120,8 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     share = split.partition.shares[replica.rank]
     widest = max(other.vocab.size for other in split.partition.shares)
     n_blocks = cache_blocks(world, settings, job, split, replica)
-    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
+    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim,
+                     settings.kv_type_v)
     LOG.info("cache: %d blocks of %d positions, up to %s on rank %d", n_blocks, kernels.BLOCK,
              format_size(sum(layer.nbytes for layer in cache)), world.rank)
     scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),

@@ -53,7 +53,7 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     largest tp that divides the ranks and fits. A layout that is asked for need only hold the weights; one that is
     chosen here leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
-    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
+    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim, run.kv_type_v)      # raises where a type does not fit
     if choice is None:
         found = layout(ranks, model.n_heads, lambda tp: fits(run, model, weights, tp, memory), run.tp)
         choice = LayoutChoice(found, "the largest that fits" if run.tp is None else f"--tp {run.tp}")
@@ -81,7 +81,7 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast = run.fast
+    built.fast, built.scratch = run.fast, run.attention_scratch
     return LoadedModel(built, loader.nbytes)
 
 
@@ -97,7 +97,9 @@ def context_of(run: RunConfig, model: ModelConfig) -> int:
 def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> int:
     """Bytes of one cache block, all layers, on ``rank``; 0 where no KV head is held."""
     kv_heads = split.partition.shares[rank].kv_heads.size
-    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
+    if not kv_heads:
+        return 0
+    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim, run.kv_type_v)
 
 
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
@@ -111,7 +113,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
-    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
+    attention = kernels.attention_room(threads, model.head_dim, context_of(run, model), run.attention_scratch)
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:
