@@ -26,6 +26,7 @@ from mpillm.quant.packed import PackedMatrix
 
 ROOM_WIDTH = 32 * _fused.PAIRS      # outputs of each row that a thread works on in room of its own, at most
 SCRATCH = 64 << 20                  # bytes that attention may take beside its threads' tiles
+CROWD = 4                           # work items of a thread from which on stretches are not split off
 _F32 = np.dtype(np.float32)
 ROWS, WANTED, GENERATED = (_tape.Cell(name) for name in ("rows", "wanted", "generated"))
 
@@ -58,14 +59,16 @@ class Plan:
     Arrays of rows are float32 [capacity, n]; a row may be a slice of a wider one. Each method records one operation.
     """
 
-    def __init__(self, capacity: int, fast: bool = False, scratch: int = SCRATCH) -> None:
+    def __init__(self, capacity: int, fast: bool = False, scratch: int = SCRATCH,
+                 buffers: dict[tuple, np.ndarray] | None = None) -> None:
         """``fast``: products of many rows widen quantised weights to bf16, in tiers that multiply it.
 
-        ``scratch``: bytes that attention may take beside its threads' tiles, however long the context.
+        ``scratch``: bytes that attention may take beside its threads' tiles, however long the context. ``buffers``:
+        see :meth:`branch`.
         """
         self.capacity, self.tape = capacity, _tape.Tape()
         self._fast = fast and _select.at_least("avx512")
-        self._buffers: dict[tuple, np.ndarray] = {}
+        self._buffers: dict[tuple, np.ndarray] = {} if buffers is None else buffers
         self._tilings: dict[tuple, _Tiling] = {}
         self._n_blocks, self._shard = 0, (0, 1)
         self._angles: int | None = None
@@ -74,10 +77,8 @@ class Plan:
         self._ready = False
 
     def branch(self, capacity: int) -> Plan:
-        """A plan that is run apart, from a ``call`` of this one; all of one capacity share their buffers."""
-        other = Plan(capacity, self._fast, self.scratch_nbytes)
-        other._buffers = self._branches.setdefault(capacity, {})
-        return other
+        """A plan that is run from a ``call`` of this one; all of one capacity share their buffers."""
+        return Plan(capacity, self._fast, self.scratch_nbytes, self._branches.setdefault(capacity, {}))
 
     def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
         """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
@@ -259,8 +260,8 @@ class Plan:
 
         ``v`` and ``whole_v`` None: one latent's columns instead of K and V.
         """
-        none = _NOTHING if v is None else v, _NOTHING if whole_v is None else whole_v
-        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, none[0], _stride(k), whole_k, none[1],
+        v, whole_v = (_NOTHING if one is None else one for one in (v, whole_v))
+        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
                       _stride(whole_k), ROWS)
 
     def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
@@ -391,7 +392,7 @@ class Plan:
         stretches = int(rows.positions[:count].max(initial=0)) // _attention.STRETCH + 1
         each = n_tiles * heads.n_kv_heads * heads.group_parts * heads.most_queries * (tiling.width + 2)
         run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
-        if parts > 1 and stretches > 1 and items < 4 * parts:
+        if parts > 1 and stretches > 1 and items < CROWD * parts:
             # Single stretches where their sums fit the room, else spans of them, else all by one thread.
             for run in (1, _attention.SPAN):
                 pieces = -(-stretches // run)
@@ -405,6 +406,11 @@ class Plan:
         names = tiling.cells("tiles", "n_tiles", "run", "pieces", "room")
         values.update((cell.name, value) for cell, value in zip(names, given, strict=True))
         return tiles
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that attention's split has come to take."""
+        return self._room.nbytes
 
     def run_alone(self, rows: int, **more: int) -> None:
         """Run where no operation knows of sequences or a cache; ``more``: values of cells of the caller's own."""
@@ -420,6 +426,12 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the plan was made, exchanges included."""
         return self.tape.seconds()
+
+
+def attention_room(threads: int, value_dim: int, positions: int, scratch: int) -> int:
+    """Bytes that attention may come to take beside its threads' tiles, over ``positions``; at most ``scratch``."""
+    sums = 4 * _attention.QUERIES * (_attention.padded(value_dim, True) + 2)
+    return min(scratch, CROWD * threads * -(-positions // _attention.STRETCH) * sums) if threads > 1 else 0
 
 
 def _stride(x: np.ndarray) -> int:

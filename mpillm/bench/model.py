@@ -143,9 +143,9 @@ def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Schedule
 
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     """A cache of which every block holds the same random keys and values, of standard deviation 1."""
-    config, kv_type = loaded.config, loaded.settings.kv_type
+    config, settings = loaded.config, loaded.settings
     kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    cache = allocate(kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim)
+    cache = allocate(settings.kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim, settings.kv_type_v)
     rng = np.random.default_rng(0)
     count, half, zero = kernels.BLOCK, config.head_dim // 2, np.zeros(kv_heads, np.int32)
     k, v = (rng.standard_normal((count, kv_heads * config.head_dim), np.float32) for _ in range(2))
@@ -262,7 +262,9 @@ def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache]
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
     world, config = loaded.ranks.world, loaded.config
     kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    needed = blocks_of(test, amount) * block_bytes(loaded.settings.kv_type, config.n_layers, kv_heads, config.head_dim)
+    settings = loaded.settings
+    needed = blocks_of(test, amount) * block_bytes(settings.kv_type, config.n_layers, kv_heads, config.head_dim,
+                                                   settings.kv_type_v)
     free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:
@@ -293,7 +295,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
         "bandwidth": limits[0], "peak": limits[1], "peak_of": " ".join(key),
         "limit_ts": tokens / max(moved / limits[0], operations / limits[1]),
         "repetitions": len(runs), "n_measured": amount, "n_steps": len(steps), "kv_type": loaded.settings.kv_type,
-        "model": loaded.name}
+        "kv_type_v": loaded.settings.kv_type_v, "model": loaded.name}
     return world.bcast(row)
 
 

@@ -302,9 +302,10 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     compilers, mla = max(1, min(world.node_size, world.cores, COMPILERS)), model.mla if model.latent else None
     if world.node_rank < compilers:
         kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
-                        mla=mla)
+                        settings.kv_type_v, mla)
     world.barrier_quiet()
-    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, mla=mla)
+    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, kv_type_v=settings.kv_type_v,
+                    mla=mla)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
@@ -402,7 +403,8 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
-             "kv_type": settings.kv_type, "mla": job.model.mla if job.model.latent else None}
+             "kv_type": settings.kv_type, "kv_type_v": settings.kv_type_v,
+             "mla": job.model.mla if job.model.latent else None}
     assert hold.prompts is not None, "rank 0 has the prompts"
     return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
             "identity": json.dumps(hold.what["identity"]), "expired": expired,

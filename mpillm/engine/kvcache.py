@@ -25,13 +25,13 @@ def form(model: ModelConfig, share: Share) -> tuple[int, int, int]:
 def share_block_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
     """Bytes of one block of a share's cache, all layers; 0 where nothing is cached."""
     heads, key, value = form(model, share)
-    return block_bytes(run.kv_type, model.n_layers, heads, key, value_dim=value) if heads else 0
+    return block_bytes(run.kv_type, model.n_layers, heads, key, run.kv_type_v, value) if heads else 0
 
 
 def share_cache(run: RunConfig, model: ModelConfig, share: Share, n_blocks: int) -> list[LayerCache]:
     """A share's cache."""
     heads, key, value = form(model, share)
-    return allocate(run.kv_type, model.n_layers, n_blocks, heads, key, value_dim=value)
+    return allocate(run.kv_type, model.n_layers, n_blocks, heads, key, run.kv_type_v, value)
 
 
 def block_bytes(kv_type: str, n_layers: int, kv_heads: int, head_dim: int, kv_type_v: str = "",

@@ -101,7 +101,7 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast = run.fast
+    built.fast, built.scratch = run.fast, run.attention_scratch
     return LoadedModel(built, loader.nbytes)
 
 
@@ -131,12 +131,14 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
-    widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 3 * (share.heads.size + 2) * model.head_dim + 64
+    widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 64
+    widest += 3 * (share.heads.size + 2) * model.head_dim
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
     slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
-    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
+    attention = kernels.attention_room(threads, model.head_dim, context_of(run, model), run.attention_scratch)
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:

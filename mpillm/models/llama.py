@@ -63,6 +63,7 @@ class Llama:
     rope: Rope
     fast: bool = False      # see kernels.Plan
     prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
+    scratch: int = kernels.SCRATCH
     _step: _Step | None = field(default=None, init=False, repr=False)
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
@@ -82,7 +83,7 @@ class Llama:
 
     def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
         """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        plan, hidden = kernels.Plan(capacity, self.fast), self.embedding.hidden
+        plan, hidden = kernels.Plan(capacity, self.fast, self.scratch), self.embedding.hidden
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))

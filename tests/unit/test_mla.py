@@ -48,10 +48,10 @@ class Model:
         """Logits of parts (table, prompt's length, first position, tokens), in their order."""
         tokens = np.concatenate([part[3] for part in parts])
         positions = np.concatenate([np.arange(start, start + len(own)) for _, _, start, own in parts])
-        sequences = np.repeat(np.arange(len(parts)), [len(part[3]) for part in parts])
+        sequences = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part[3]) for part in parts])
         behind = positions >= np.repeat([part[1] for part in parts], [len(part[3]) for part in parts])
         order = np.argsort(~behind, kind="stable")
-        tokens, positions, sequences = tokens[order], positions[order].astype(np.int32), sequences[order].astype(np.int32)
+        tokens, positions, sequences = tokens[order], positions.astype(np.int32)[order], sequences[order]
         width = max(len(part[0]) for part in parts)
         table = np.array([[*part[0], *[0] * (width - len(part[0]))] for part in parts], np.int32)
         rows = kernels.Rows(tokens.astype(np.int64), positions, sequences, table,
@@ -117,7 +117,8 @@ def test_bits_of_a_row_depend_on_the_row(folder, mla, kv_type, asked, monkeypatc
     for sizes in ([200, 400, 530, 1], [7, 64, 100, 600], [600]):
         assert (chunked(model, tokens, 530, sizes) == wanted).all(), sizes
     other = TOKENS[600:900]
-    beside = model.step((range(20, 25), 300, 0, other), (range(10), 530, 0, tokens[:540]), (range(30, 31), 3, 0, other[:9]))
+    beside = model.step((range(20, 25), 300, 0, other), (range(10), 530, 0, tokens[:540]),
+                        (range(30, 31), 3, 0, other[:9]))
     assert (beside[300:840] == wanted[:540]).all()
     monkeypatch.setattr(policy._Threads, "count", 2)
     again = Model(folder, mla, kv_type, asked)
