@@ -60,6 +60,9 @@ def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]
                              f"{model.architecture} has keys and values of each KV head: leave it out")
         return run, model
     mode = 3 if run.mla == "auto" else int(run.mla)
+    if mode > 1 and run.kv_type_v != run.kv_type:
+        raise UsageError(f"--kv-type-v {run.kv_type_v}: --mla {mode} caches no values, they are part of the latent row "
+                         f"that --kv-type {run.kv_type} is for: leave it out, or use --mla 0 or 1")
     chunk = LATENT_CHUNK if run.mla == "auto" and run.prefill_chunk is None else run.chunk
     return (dataclasses.replace(run, mla=str(mode), prefill_chunk=chunk), dataclasses.replace(model, mla=mode))
 

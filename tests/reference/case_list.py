@@ -33,7 +33,7 @@ def new(kind: str, heads: tuple[int, int | None], hidden: int, intermediate: int
 
 # Latent attention: every width another one, ten heads whose rows are no whole blocks.
 LATENT = {"kv_lora_rank": 72, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40, "q_lora_rank": 96,
-          "attention_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 48, "first_k_dense_replace": 2,
+          "attention_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
           "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
           "norm_topk_prob": True}
 LATENT_V2 = LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False,
