@@ -53,6 +53,12 @@ class Room:
         return 4 * (_attention.padded(heads.value, False) + 2)
 
 
+def prompt_nbytes(heads: LatentHeads, capacity: int, scratch: int) -> int:
+    """Bytes that :func:`record_prompts` takes in a plan of ``capacity`` rows with this ``scratch``."""
+    room = Room.of(heads, capacity, scratch)
+    return room.heads * (room.head_nbytes(heads) + room.rows * room.row_nbytes(heads)) + 4 * STRETCH * (heads.row + 64)
+
+
 @dataclass(frozen=True)
 class PromptMatrices:
     """Of every head: what makes the key part [nope, kv_rank], and values [value, kv_rank], each in whole panels."""

@@ -23,7 +23,7 @@ from mpillm.config import RunConfig, format_size
 from mpillm.engine import probe
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
-from mpillm.engine.kvcache import allocate, block_bytes
+from mpillm.engine.kvcache import form, share_block_bytes, share_cache
 from mpillm.engine.probe import Ranks, Reader
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
@@ -144,18 +144,19 @@ def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Schedule
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     """A cache of which every block holds the same random keys and values, of standard deviation 1."""
     config, settings = loaded.config, loaded.settings
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    cache = allocate(settings.kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim, settings.kv_type_v)
+    share = loaded.split.partition.shares[loaded.replica.rank]
+    cache = share_cache(settings, config, share, n_blocks)
+    kv_heads, key, value = form(config, share)
     rng = np.random.default_rng(0)
-    count, half, zero = kernels.BLOCK, config.head_dim // 2, np.zeros(kv_heads, np.int32)
-    k, v = (rng.standard_normal((count, kv_heads * config.head_dim), np.float32) for _ in range(2))
-    heads, nothing = kernels.Heads(config.head_dim, 0, zero, zero), np.zeros(count, np.int64)
-    # A first block through the cache's own write, turned by no angle; copies of it for the others
+    count, zero = kernels.BLOCK, np.zeros(kv_heads, np.int32)
+    k, v = (rng.standard_normal((count, kv_heads * size), np.float32) for size in (key, value))
+    heads, nothing = kernels.Heads(key, 0, zero, zero, value), np.zeros(count, np.int64)
+    # A first block through the cache's own write; copies of it for the others
     rows = kernels.Rows(nothing, np.arange(count, dtype=np.int32), nothing.astype(np.int32), np.zeros((1, 1), np.int32),
-                        np.ones((count, half), np.float32), np.zeros((count, half), np.float32))
+                        np.ones((count, 1), np.float32), np.zeros((count, 1), np.float32))
     for layer in cache if kv_heads else ():
         plan = kernels.Plan(count)
-        plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, kernels.HeadNorms(), layer)
+        plan.cache_write(k, None if layer.values is None else v, heads, layer)
         plan.run(rows, nothing[:0])
         for array in (layer.keys, layer.values):
             if array is not None:
@@ -261,10 +262,8 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
 def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache] | None:
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
     world, config = loaded.ranks.world, loaded.config
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    settings = loaded.settings
-    needed = blocks_of(test, amount) * block_bytes(settings.kv_type, config.n_layers, kv_heads, config.head_dim,
-                                                   settings.kv_type_v)
+    share = loaded.split.partition.shares[loaded.replica.rank]
+    needed = blocks_of(test, amount) * share_block_bytes(loaded.settings, config, share)
     free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:

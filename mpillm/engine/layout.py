@@ -43,7 +43,7 @@ def candidates(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int,
     """
     sizes = registry.sizes(model, weights, run.weights)
     return [candidate(run, model, weights, partition(sizes, tp, run.kv_mode, run.moe_split), ranks, memory)
-            for tp in cost.sizes_to_try(ranks, model.n_heads, model.n_kv_heads)]
+            for tp in cost.sizes_to_try(ranks, model.n_heads, model.n_heads if model.latent else model.n_kv_heads)]
 
 
 def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Partition, ranks: int,
@@ -58,10 +58,10 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-    layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
+    layer = registry.attention_products(model, share) + 3 * columns * model.hidden
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
-        products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
+        products=float(model.n_layers * layer), head_products=float(model.hidden * share.vocab.size),
         cache_bytes=max(kvcache.share_block_bytes(run, model, other) for other in split.shares) // kernels.BLOCK,
         free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden)
 

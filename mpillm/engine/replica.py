@@ -84,7 +84,8 @@ def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split
     agreed = np.zeros(1, np.int64)
     if offers is not None:
         most = settings.max_batch * blocks_for(job.context, kernels.BLOCK)
-        agreed[0] = setup.agree_on_blocks(settings, most, [None if o[0] < 0 else int(o[0]) for o in offers])
+        agreed[0] = setup.agree_on_blocks(settings, most, [None if o[0] < 0 else int(o[0]) for o in offers],
+                                          setup.other_modes(settings, job.model, split))
     replica.bcast(agreed)
     return int(agreed[0])
 

@@ -15,7 +15,7 @@ from mpillm.engine.scheduler import Sequence
 from mpillm.errors import ResourceError, UsageError
 from mpillm.layers.attention import KVGather
 from mpillm.layers.linear import Reducer
-from mpillm.models import registry
+from mpillm.models import deepseek, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama, room_for
 from mpillm.models.load import LOADING_BYTES, Loader
@@ -127,6 +127,15 @@ def _columns(model: ModelConfig, share: Share) -> int:
     return max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
 
 
+def _latent_values(c: ModelConfig, share: Share) -> int:
+    """Values of a row between the parts of latent attention."""
+    heads, row = share.heads.size, c.kv_rank + c.rope_dim
+    own = 2 * (c.q_rank + row) + c.q_rank + 2 * heads * c.head_dim + heads * c.value_dim
+    if c.mla == 0:
+        return own + c.kv_rank + heads * (c.nope_dim + 2 * c.value_dim + c.head_dim)
+    return own + heads * (row + c.kv_rank + c.nope_dim + c.kv_rank)      # and what two products take of every head
+
+
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
 
@@ -135,12 +144,15 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
     widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 64
-    widest += 3 * (share.heads.size + 2) * model.head_dim
-    own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
+    widest += _latent_values(model, share) if model.latent else 3 * (share.heads.size + 2) * model.head_dim
+    own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
     slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
-    attention = kernels.attention_room(threads, model.head_dim, context_of(run, model), run.attention_scratch)
+    width = kvcache.form(model, share)[1]
+    attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
+    if model.mla == 3 and share.heads:
+        attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), rows, run.attention_scratch)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
@@ -161,14 +173,27 @@ def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
     return max(1, sum(needs[:max_batch]))
 
 
-def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None]) -> int:
+def other_modes(run: RunConfig, model: ModelConfig, split: Split) -> str:
+    """What a block takes in the modes of latent attention that take less than the run's; empty if there is none."""
+    def needed(mla: int) -> int:
+        chosen = dataclasses.replace(model, mla=mla)
+        return max(kvcache.share_block_bytes(run, chosen, share) for share in split.partition.shares)
+
+    if not model.latent:
+        return ""
+    less = [mla for mla in (1, 2, 3) if needed(mla) < needed(model.mla)]
+    return "".join(f", --mla {mla} (which needs {format_size(needed(mla))} for a block instead of "
+                   f"{format_size(needed(model.mla))})" for mla in less)
+
+
+def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None], modes: str = "") -> int:
     """The replica's number of blocks: what is wanted, or the least that one of its ranks affords.
 
-    Raises ResourceError when a rank cannot hold a single block.
+    Raises ResourceError when a rank cannot hold a single block; ``modes``: what else would help.
     """
     least = min((offer for offer in offers if offer is not None), default=wanted)
     if least < 1:
         option = f"--kv-memory {format_size(run.kv_memory)}" if run.kv_memory is not None else "the memory left"
         raise ResourceError(f"{option} does not hold one cache block of {kernels.BLOCK} positions: give more memory, "
-                            "use more ranks per model or --kv-type bf16")
+                            f"use more ranks per model{modes} or --kv-type bf16")
     return min(wanted, least)

@@ -103,6 +103,13 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
 _NOBODY = Share(0, 0, 0, *[Span(0, 0)] * 5)
 
 
+def attention_products(config: ModelConfig, share: Share) -> int:
+    """Multiply-adds with weights of one row in one layer's attention."""
+    if config.latent:
+        return share.heads.size * _latent_head(config) + share.kv_columns.size * config.hidden
+    return config.hidden * (2 * share.heads.size * config.head_dim + 2 * share.kv_columns.size)
+
+
 def _latent_head(c: ModelConfig) -> int:
     """Weights of a query head with latent attention that a step of one row reads."""
     return c.head_dim * (c.q_rank or c.hidden) + (c.nope_dim + c.value_dim) * c.kv_rank + c.value_dim * c.hidden
