@@ -19,7 +19,7 @@ from mpillm.quant import recipe
 
 WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
-KV_MODES = ("redundant", "allgather")
+KV_MODES = ("redundant", "allgather", "sharded")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
 WIRES = ("f32", "bf16", "q8_0")

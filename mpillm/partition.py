@@ -6,7 +6,8 @@ rows.  Heads first:
 * ``tp <= n_kv_heads``: each rank has whole KV heads with all their query heads, the first ranks one more.
 * ``tp > n_kv_heads``: *KV rows*.  ``rows = gcd(tp, n_kv_heads)`` rows of ``width = tp / rows`` neighbouring
   ranks; a row owns ``n_kv_heads / rows`` KV heads and all their query heads, which are dealt contiguously
-  to the row's ranks, the first ones one more; a rank may get none.
+  to the row's ranks, the first ones one more; a rank may get none.  Where the cache is sharded, each rank
+  of a row holds all its KV heads, and of the positions every width-th block.
 
 Then feed-forward columns and vocabulary rows, in whole units, go to the ranks that read the fewest bytes in
 a step so far.  Everything is exact and the same on every rank: no float decides where something lands.
@@ -24,7 +25,7 @@ from math import gcd, isfinite, lcm
 
 from mpillm.errors import ResourceError, UsageError
 
-KV_MODES = ("redundant", "allgather")
+KV_MODES = ("redundant", "allgather", "sharded")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Share:
     row: int            # which KV row; with tp <= n_kv_heads every rank is a row of its own
     row_rank: int       # place within the row
     heads: Span         # query heads
-    kv_heads: Span      # KV heads that its queries need and whose cache it holds
+    kv_heads: Span      # KV heads whose cache it holds: those that its queries need, or if sharded its row's
     kv_columns: Span    # rows of k_proj and of v_proj that it computes, in elements of n_kv_heads * head_dim
     columns: Span       # feed-forward columns; where there are experts, of each of them
     vocab: Span         # vocabulary rows, of the embedding and of the output head
@@ -130,6 +131,11 @@ class Partition:
     rows: int
     width: int
     shares: tuple[Share, ...]
+
+    @property
+    def places(self) -> int:
+        """Ranks over which the positions of a KV row's cache are dealt out: 1 unless they are sharded."""
+        return self.width if self.kv_mode == "sharded" else 1
 
     def row_ranks(self, row: int) -> range:
         """The ranks of a KV row, by place within the row."""
@@ -216,10 +222,13 @@ def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant") -> Partition:
     heads = _split_heads(sizes, tp)
     kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
     kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
-    # Both modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
+    # All modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
     columns, vocab, dense = _split_by_bytes(sizes, heads, kv_columns)
-    if kv_mode == "allgather" and width > 1:
+    if kv_mode != "redundant" and width > 1:
         kv_columns = _even_kv_columns(sizes, rows, width)
+    if kv_mode == "sharded" and width > 1:
+        each = sizes.n_kv_heads // rows
+        kv_heads = [Span(rank // width, rank // width + 1).times(each) for rank in range(tp)]
     owned = zip(heads, kv_heads, kv_columns, columns, vocab, dense, strict=True)
     shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
     return Partition(sizes, tp, kv_mode, rows, width, shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,11 +272,13 @@ class Plan:
         self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
                       _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
 
-    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray, whole_k: np.ndarray,
-                       whole_v: np.ndarray) -> None:
-        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments()."""
-        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
-                      _stride(whole_k), ROWS)
+    def swap_columns(self, memory: tuple[np.ndarray, ...], arrays: Sequence[np.ndarray],
+                     out: Sequence[np.ndarray]) -> None:
+        """Columns of up to three arrays to the ranks that want them; ``memory``: Swap.exchange_arguments()."""
+        assert len(arrays) == len(out) <= _exchange.ARRAYS, f"swap_columns: {len(arrays)} arrays, {len(out)} to fill"
+        none = [_NOTHING, 0] * (_exchange.ARRAYS - len(out))
+        given, got = ([one for x in own for one in (x, _stride(x))] + none for own in (arrays, out))
+        self.tape.add("exchange", _exchange.swap_operation(), *memory, *given, *got, ROWS)
 
     def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
         """out [., f] = silu(gate) * up for rows [gate f | up f]."""

@@ -141,8 +141,8 @@ def split_options(split: Any) -> None:
     split.add_argument("--tp", type=int, metavar="N",
                        help="ranks per model; the others are data-parallel replicas (default: as --layout says)")
     split.add_argument("--kv-mode", choices=config.KV_MODES,
-                       help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
-                            "exchanged (allgather)")
+                       help="K/V that several ranks need: computed by each (redundant, default), in parts and "
+                            "exchanged (allgather), or also cached in parts, by position (sharded: more context)")
     split.add_argument("--collectives", choices=(*config.COLLECTIVES, "ordered"), metavar="{shm,mpi}",
                        help="sums over ranks in rank order, through shared memory inside a node (shm, default), or by "
                             "MPI_Allreduce (mpi), whose order varies")

@@ -378,7 +378,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
         LOG.info("%s", report.place_table(placement.table[laid.tp:], title))
     report.announce_rules(split.rules)
     if split.partition.width == 1:
-        LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
+        LOG.info("KV rows have one rank each: all --kv-mode are the same here")
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
         LOG.warning("%s", line)

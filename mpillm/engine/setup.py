@@ -12,7 +12,7 @@ from mpillm.engine.blocks import blocks_for
 from mpillm.engine.cost import LayoutChoice
 from mpillm.engine.scheduler import Sequence
 from mpillm.errors import ResourceError, UsageError
-from mpillm.layers.attention import KVGather
+from mpillm.layers.exchange import KVGather
 from mpillm.layers.linear import Reducer
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
