@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import functools
 import logging
 import os
 import pickle
@@ -386,15 +385,22 @@ def measure_all_reduce(replica: Replica, nbytes: int, repeats: int = 1000) -> fl
     return float(np.median(times[3:]))
 
 
-def row_columns(partition: Partition, row: int) -> tuple[Part, Part]:
-    """Who in a KV row computes and who needs which columns of K (and of V), and the same of the query heads.
+def row_parts(partition: Partition, row: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """What the ranks of a KV row exchange in each layer: before attention, and after it.
 
-    Of queries all ranks need all, for the shards of the cache. Counted over the model.
+    Before it K and V, and where the cache is sharded the queries, of which all ranks then need all; after it, where it
+    is sharded, outputs over each rank's positions and their log-sum-exps. Empty: no exchange. Columns are counted
+    over the model.
     """
+    if partition.kv_mode == "redundant" or partition.width == 1:
+        return (), ()
     size, shares = partition.sizes.head_dim, [partition.shares[rank] for rank in partition.row_ranks(row)]
     kv = Part(tuple(_pair(s.kv_columns) for s in shares), tuple(_pair(s.kv_heads.times(size)) for s in shares))
-    own = tuple(_pair(s.heads.times(size)) for s in shares)
-    return kv, Part(own, ((own[0][0], own[-1][1]),) * len(own))
+    if partition.places == 1:
+        return (kv, kv), ()
+    own, columns = (tuple(_pair(s.heads.times(n)) for s in shares) for n in (1, size))
+    heads, whole = (((each[0][0], each[-1][1]),) * len(shares) for each in (own, columns))
+    return (Part(columns, whole), kv, kv), (Part(whole, columns, stacked=True), Part(heads, own, stacked=True))
 
 
 def _pair(span: Span) -> tuple[int, int]:
@@ -402,12 +408,10 @@ def _pair(span: Span) -> tuple[int, int]:
 
 
 class KVExchange:
-    """What the ranks of a KV row exchange in each layer.
+    """What the ranks of a KV row exchange in each layer, by ``row_parts``.
 
-    ``gather`` brings new K and V columns, computed once in the row, to the ranks whose queries need them. Where the
-    cache is sharded, that is all, and the queries come along: before K and V in ``gather``. ``merge`` then brings what
-    each rank found in its share of the positions, outputs and their log-sum-exps, to the ranks of the query heads.
-    ``place``: which of ``width`` shares of the positions this rank has; ``heads``: query heads of the row.
+    ``gather`` comes before attention, ``merge`` after. New K and V columns are computed once in the row. ``place``:
+    which of ``width`` shares of the positions this rank has; ``heads``: query heads of the row.
     """
 
     def __init__(self, replica: Replica, partition: Partition) -> None:
@@ -415,16 +419,8 @@ class KVExchange:
         group = replica._group.subgroup(me.row, me.row_rank)
         replica._groups.append(group)
         assert group.rank == me.row_rank, "a row's ranks are not in the order of the partition"
-        self.place, self.width = me.row_rank if partition.places > 1 else 0, partition.places
+        self.place, self.width = me.row_rank % partition.places, partition.places
         self.heads = partition.sizes.n_heads // partition.rows
-        kv, queries = row_columns(partition, me.row)
-        swap = functools.partial(Swap, group, timed=replica._timed)
-        if partition.places == 1:
-            self.gather, self.merge = swap((kv, kv), doing=KV), None
-            return
-        self.gather = swap((queries, kv, kv), doing=KV)
-        size = partition.sizes.head_dim
-        whole, own = queries.wanted, queries.owned
-        sums = Part(tuple((low // size, high // size) for low, high in whole),
-                    tuple((low // size, high // size) for low, high in own), stacked=True)
-        self.merge = swap((Part(whole, own, stacked=True), sums), doing=MERGE)
+        before, after = row_parts(partition, me.row)
+        self.gather = Swap(group, before, KV, replica._timed)
+        self.merge = Swap(group, after, MERGE, replica._timed) if after else None

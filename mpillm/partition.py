@@ -144,22 +144,6 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What one rank gives and gets when its KV row swaps new K (and, alike, V) columns.
-
-    ``kind`` is the same on all ranks of the partition: ``none`` (no message: what is computed is what is
-    needed), ``all_gather`` (every rank of the row needs all of the row's columns) or ``all_to_all``.
-    ``send[j]`` are the columns that the row's rank j needs of this one, ``receive[j]`` those that this one
-    gets from j; absolute, j = itself included.  The received spans, in order of j, are this rank's
-    ``kv_heads`` without gap or overlap.
-    """
-
-    kind: str
-    send: tuple[Span, ...]
-    receive: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
 class Layout:
     """``dp`` replicas of ``tp`` ranks each; the last ``idle`` ranks have nothing to do."""
 
@@ -362,22 +346,6 @@ def local_groups(s: Share, group: int) -> tuple[Span, ...]:
     """
     return tuple(Span(kv, kv + 1).times(group).overlap(s.heads).relative_to(s.heads.start)
                  for kv in s.kv_heads.range())
-
-
-def row_exchange(p: Partition, rank: int) -> Exchange:
-    """The swap of K/V columns that ``rank`` takes part in after computing its ``kv_columns``."""
-    me = p.shares[rank]
-    row = [p.shares[r] for r in p.row_ranks(me.row)]
-    local = p.kv_mode == "redundant" or p.width == 1
-    all_need_all = all(s.kv_heads.size * p.rows == p.sizes.n_kv_heads for s in row)
-
-    def message(sender: Share, receiver: Share) -> Span:
-        if local and sender is not receiver:
-            return Span(sender.kv_columns.start, sender.kv_columns.start)
-        return sender.kv_columns.overlap(receiver.kv_heads.times(p.sizes.head_dim))
-
-    return Exchange("none" if local else "all_gather" if all_need_all else "all_to_all",
-                    send=tuple(message(me, s) for s in row), receive=tuple(message(s, me) for s in row))
 
 
 def describe(p: Partition, weight_bytes: Sequence[float] | None = None,

@@ -20,10 +20,9 @@ import numpy as np
 from mpillm import kernels
 from mpillm.bench.figures import Costs, Piece, SpeedTest, budget
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import probe
+from mpillm.engine import probe, setup
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
-from mpillm.engine.kvcache import allocate, block_bytes
 from mpillm.engine.probe import Ranks, Reader
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
@@ -58,6 +57,12 @@ class Loaded:
     def replica(self) -> Any:
         assert self.ranks.replica is not None, "a model runs on a replica"
         return self.ranks.replica
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's place among those over which positions are dealt out, and their number."""
+        split = self.split.partition
+        return split.shares[self.replica.rank].row_rank % split.places, split.places
 
 
 @dataclass
@@ -111,11 +116,11 @@ def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
     return made
 
 
-def blocks_of(test: SpeedTest, amount: int) -> int:
-    """Cache blocks that the sequences of a run take together."""
+def blocks_of(test: SpeedTest, amount: int, places: int = 1) -> int:
+    """Cache blocks that the sequences of a run take together, at each of ``places``, wherever they begin."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
-    return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
+    return (test.batch if decode else amount) * blocks_for(blocks_for(positions, kernels.BLOCK), places)
 
 
 def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Piece]]:
@@ -132,10 +137,11 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
         scheduler.done(parts)
 
 
-def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Scheduler:
+def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int, shard: tuple[int, int] = (0, 1)) -> Scheduler:
     chunk = max(chunk, len(sequences))       # a step's budget holds the first token of every sequence
-    scheduler = Scheduler(BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK),
-                          context_blocks=n_blocks // len(sequences), share=False)
+    place, places = shard
+    scheduler = Scheduler(BlockLedger(n_blocks, places), Limits(len(sequences), chunk, kernels.BLOCK),
+                          context_blocks=n_blocks * places // len(sequences), share=False, place=place)
     refused = scheduler.add(sequences)
     assert not refused, f"{n_blocks} blocks do not hold the sequences"
     return scheduler
@@ -143,16 +149,17 @@ def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Schedule
 
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     """A cache of which every block holds the same random keys and values, of standard deviation 1."""
-    config, kv_type = loaded.config, loaded.settings.kv_type
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    cache = allocate(kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim)
+    config, rank = loaded.config, loaded.replica.rank
+    kv_heads = loaded.split.partition.shares[rank].kv_heads.size
+    cache = setup.make_cache(loaded.settings, config, loaded.split, rank, n_blocks)
     rng = np.random.default_rng(0)
     count, half, zero = kernels.BLOCK, config.head_dim // 2, np.zeros(kv_heads, np.int32)
     k, v = (rng.standard_normal((count, kv_heads * config.head_dim), np.float32) for _ in range(2))
     heads, nothing = kernels.Heads(config.head_dim, 0, zero, zero), np.zeros(count, np.int64)
     # A first block through the cache's own write, turned by no angle; copies of it for the others
     rows = kernels.Rows(nothing, np.arange(count, dtype=np.int32), nothing.astype(np.int32), np.zeros((1, 1), np.int32),
-                        np.ones((count, half), np.float32), np.zeros((count, half), np.float32))
+                        np.ones((count, half), np.float32), np.zeros((count, half), np.float32),
+                        np.full(1, loaded.place[0], np.int32))
     for layer in cache if kv_heads else ():
         plan = kernels.Plan(count)
         plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, kernels.HeadNorms(), layer)
@@ -165,7 +172,7 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     """One run of ``amount`` tokens ("tg") or sequences ("pp") on ``cache``. Raises ModelError."""
     replica, settings = loaded.replica, loaded.settings
     sequences = sequences_of(test, amount, loaded.config.vocab)
-    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.prefill_chunk)
+    scheduler = _scheduler(sequences, blocks_of(test, amount, loaded.place[1]), settings.prefill_chunk, loaded.place)
     shares, sink = loaded.split.partition.shares, _Sink()
     share = shares[replica.rank]
     sampler = Sampler(replica, share.vocab.start, max(other.vocab.size for other in shares))
@@ -258,16 +265,15 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
 
 def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache] | None:
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
-    world, config = loaded.ranks.world, loaded.config
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    needed = blocks_of(test, amount) * block_bytes(loaded.settings.kv_type, config.n_layers, kv_heads, config.head_dim)
+    world, n_blocks = loaded.ranks.world, blocks_of(test, amount, loaded.place[1])
+    needed = n_blocks * setup.cache_block_bytes(loaded.settings, loaded.config, loaded.split, loaded.replica.rank)
     free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:
             LOG.warning("%s at batch %d is left out: its cache takes %s on a rank, which has %s free", test.name,
                         test.batch, format_size(needed), format_size(free))
         return None
-    return filled_cache(loaded, blocks_of(test, amount))
+    return filled_cache(loaded, n_blocks)
 
 
 def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],

@@ -349,7 +349,7 @@ def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hol
 
 
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
-    return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
+    return setup.cache_token_bytes(settings, job.model, split, rank)
 
 
 def feed_forward(model: ModelConfig) -> str:

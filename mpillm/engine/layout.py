@@ -54,17 +54,27 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     share = split.shares[fullest]
     weight_bytes = registry.weight_bytes(model, weights, split, run.weights, fullest)
     free = memory - weight_bytes - setup.LOADING_BYTES - setup.RUNTIME_BYTES
-    free -= setup.activation_bytes(run, model, share)
+    free -= setup.activation_bytes(run, model, share, places=split.places)
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
     kv_heads = max(other.kv_heads.size for other in split.shares)
+    swaps, swapped = row_swaps(split)
     columns = share.columns.size * max(1, model.experts_chosen)
     layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
         products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
-        cache_bytes=kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) // kernels.BLOCK,
-        free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden)
+        cache_bytes=kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim)
+        // (kernels.BLOCK * split.places),
+        free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden, swaps=swaps * model.n_layers,
+        swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))
+
+
+def row_swaps(split: Partition) -> tuple[int, int]:
+    """(exchanges in a layer within a KV row, bytes of a row in all of them, of the rank that gets the most)."""
+    found = [parts for parts in collectives.row_parts(split, 0) if parts]
+    return len(found), sum(4 * max(sum(part.result(place) for part in parts) for place in range(split.width))
+                           for parts in found)
 
 
 def asked(run: RunConfig, ranks: int, given: LayoutChoice | None) -> LayoutChoice | None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from mpillm import kernels
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import kvcache
-from mpillm.engine.blocks import blocks_for
+from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.cost import LayoutChoice
-from mpillm.engine.scheduler import Sequence
+from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import ResourceError, UsageError
+from mpillm.kernels import LayerCache
 from mpillm.layers.exchange import KVGather
 from mpillm.layers.linear import Reducer
 from mpillm.models import registry
@@ -100,16 +101,40 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
 
 
-def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
+def cache_token_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> float:
+    """Bytes of the cache that a position takes on ``rank``, on the mean over many where they are sharded."""
+    return cache_block_bytes(run, model, split, rank) / (kernels.BLOCK * split.partition.places)
+
+
+def make_cache(run: RunConfig, model: ModelConfig, split: Split, rank: int, n_blocks: int) -> list[LayerCache]:
+    """The cache of ``rank``: ``n_blocks`` blocks of its KV heads."""
+    share, places = split.partition.shares[rank], split.partition.places
+    return kvcache.allocate(run.kv_type, model.n_layers, n_blocks, share.kv_heads.size, model.head_dim,
+                            shard=(share.row_rank % places, places))
+
+
+def make_scheduler(run: RunConfig, split: Split, rank: int, n_blocks: int, context: int) -> Scheduler:
+    """The scheduler of ``rank``: ``n_blocks`` blocks on each rank, sequences of up to ``context`` positions."""
+    places = split.partition.places
+    return Scheduler(BlockLedger(n_blocks, places), Limits(run.max_batch, run.prefill_chunk, kernels.BLOCK),
+                     context_blocks=blocks_for(context, kernels.BLOCK), continuous=run.batching == "continuous",
+                     place=split.partition.shares[rank].row_rank % places)
+
+
+def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None,
+                     places: int = 1) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
 
-    ``threads`` of a rank; None: those that the kernels have here.
+    ``threads`` of a rank; None: those that the kernels have here. ``places``: over which the cache is sharded.
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.prefill_chunk + run.max_batch)
     widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
+    if places > 1:       # the row's queries, outputs over the positions held here, and of own heads those of all places
+        in_row = share.kv_heads.size * (model.n_heads // model.n_kv_heads)
+        widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
     slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
 
@@ -124,6 +149,11 @@ def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None
     return min(max(free // 2, 0) if run.kv_memory is None else run.kv_memory, max(free, 0)) // block_bytes
 
 
+def most_blocks(max_batch: int, positions: int, places: int) -> int:
+    """Blocks on each rank beyond which none is needed: all sequences have so many positions, and begin at one place."""
+    return max_batch * blocks_for(blocks_for(positions, kernels.BLOCK), places)
+
+
 def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
     """Blocks that the longest ``max_batch`` sequences take together: more are never needed."""
     needs = sorted((blocks_for(len(s.prompt) + max(s.max_tokens - 1, 0), kernels.BLOCK) for s in sequences),
@@ -132,7 +162,7 @@ def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
 
 
 def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None]) -> int:
-    """The replica's number of blocks: what is wanted, or the least that one of its ranks affords.
+    """The number of blocks on each rank of the replica: what is wanted, or the least that one of its ranks affords.
 
     Raises ResourceError when a rank cannot hold a single block.
     """
