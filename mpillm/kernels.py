@@ -15,8 +15,20 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm import experts as _experts
+from mpillm.cache import (
+    BLOCK,
+    KV_TYPES,
+    Heads,
+    LayerCache,
+    Rows,
+    allocate_cache,
+    cache_block_nbytes,
+    cache_shape,
+    check_kv,
+)
 from mpillm.experts import Experts, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
+from mpillm.jit import cache_rows as _cache_rows
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
 from mpillm.jit import fused as _fused
@@ -30,21 +42,7 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
-from mpillm.plan import (
-    BLOCK,
-    KV_TYPES,
-    ROOM_WIDTH,
-    WANTED,
-    HeadNorms,
-    Heads,
-    LayerCache,
-    Plan,
-    Rows,
-    allocate_cache,
-    cache_block_nbytes,
-    cache_shape,
-    check_kv,
-)
+from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -179,26 +177,27 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False) -> None:
+            experts: bool = False, kv_type_v: str = "") -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some.
+    ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys.
     """
-    check_kv(kv_type)
+    for kind in (kv_type, kv_type_v or kv_type):
+        check_kv(kind)
     names = list(weight_formats)
-    needed = _needed(names, kv_type, fast)
+    needed = _needed(names, (kv_type, kv_type_v or kv_type), fast)
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
     for make in needed[part::parts]:
         make()
 
 
-def _needed(weight_formats: list[str], kv_type: str, fast: bool) -> list[Callable[[], Any]]:
+def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
     """What makes each kernel of a run, those that take long to compile first."""
-    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(kv_type), _exchange.warm_up]
+    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(*kv_types), _exchange.warm_up]
     for name in weight_formats:
         fast_here = fast and _select.at_least("avx512") and name in QUANTISED
-        made += [functools.partial(_fused.heads_operation, name, kv_type, fast_here),
+        made += [functools.partial(_fused.heads_operation, name, *kv_types, fast_here),
                  functools.partial(_fused.gated_operation, name, fast_here),
                  functools.partial(_warm_up_linear, name, fast)]
         made += [_gemm.quantise_operation, _pack_blocks.pack_blocks_kernel, _pack_blocks.lookup_blocks_kernel,
@@ -206,7 +205,7 @@ def _needed(weight_formats: list[str], kv_type: str, fast: bool) -> list[Callabl
             functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
-    return [*made, lambda: _attention.rope_write_operation(kv_type), _attention.merge_operation,
+    return [*made, lambda: _cache_rows.rope_write_operation(*kv_types), lambda: _attention.merge_operation(*kv_types),
             _attention.tiles_kernel, _tape.warm_up]
 
 
@@ -216,8 +215,8 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "Experts", "HeadNorms", "Heads",
-           "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache", "cache_block_nbytes",
-           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
-           "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
-           "tested_tier", "threads", "tier", "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms",
+           "Heads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache",
+           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts",
+           "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier",
+           "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]

@@ -164,7 +164,9 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
         plan = kernels.Plan(count)
         plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, kernels.HeadNorms(), layer)
         plan.run(rows, nothing[:0])
-        layer.keys[1:], layer.values[1:] = layer.keys[:1], layer.values[:1]
+        for array in (layer.keys, layer.values):
+            if array is not None:
+                array[1:] = array[:1]
     return cache
 
 

@@ -6,8 +6,10 @@ import json
 import re
 
 import pytest
-from program import Outputs, run
-from tiny_text import write_model
+from program import Outputs, launch, run, write_lines
+from tiny_text import CASE, write_model
+
+from mpillm.engine import kvcache
 
 EXACT = ("--weights", "f32", "--kv-type", "f32", "--logits", "generated", "--logits-type", "f32", "--max-tokens", 60)
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "size": {"type": "integer", "maximum": 999,
@@ -80,3 +82,23 @@ def test_lines_beside_keep_their_bits(runs):
         assert runs[1].ids(line["id"]) == runs[0].ids(line["id"])
         assert runs[1].logits(line["id"]).tobytes() == runs[0].logits(line["id"]).tobytes()
         assert runs[1].body(line["id"])["choices"] == runs[0].body(line["id"])["choices"]
+
+
+def test_a_form_goes_on_where_a_preemption_cut_it(tmp_path):
+    """Its sequences do not fit the cache together: each is computed again, and none of its form."""
+    model = write_model(tmp_path / "model")
+    lines = [{"id": str(i), "prompt": "ab" * i, "guided_regex": "[a-m]{280}", "max_tokens": 300, "top_k": 3,
+              "logprobs": 1, **DRAWN, "seed": i} for i in range(4)]
+    options = ("--tp", 2, *EXACT[:4])
+    roomy = run(tmp_path, 2, model, lines, *options, name="roomy")
+    prompts = write_lines(tmp_path / "in.jsonl", lines)
+    tight = Outputs(tmp_path / "tight.results.jsonl", tmp_path / "tight.h5")
+    block = kvcache.block_bytes("f32", CASE.config["num_hidden_layers"], 1, CASE.config["head_dim"])
+    ended = launch(2, ["--model", model, "--prompts", prompts, "--results", tight.results, "--output", tight.hdf5,
+                       "--kv-memory", 8 * block, *options])
+    assert ended.code == 0, ended.stderr[-3000:]
+    said = re.search(r"after (\d+) preemptions", ended.stdout + ended.stderr)
+    assert said and int(said[1]) > 0, ended.stderr[-3000:]
+    for line in lines:
+        assert re.fullmatch("[a-m]{280}", texts(tight, line["id"])[0])
+        assert tight.body(line["id"])["choices"] == roomy.body(line["id"])["choices"]
