@@ -310,7 +310,7 @@ class Plan:
         self.tape.add("attention", _attention.merge_operation(*cache.types), *written, *form)
 
     def merge_shards(self, parts: np.ndarray, lses: np.ndarray, out: np.ndarray) -> None:
-        """out [., heads * n] of what each place of a sharded cache gave, in order of the places.
+        """out [., heads * n] of what each place of a sharded cache gave, from the place of a sequence's block 0 on.
 
         ``parts`` [width, capacity, heads * n] and ``lses`` [width, capacity, heads] are outputs of :meth:`attention`:
         out = sum of exp(lse_i - lse) part_i, lse = log(sum of exp(lse_i)). A part with lse -inf counts nothing.
@@ -321,7 +321,7 @@ class Plan:
         if heads:
             steps = [step // 4 for array in (parts, lses) for step in array.strides[:2]]
             self.tape.add("attention", _attention.shards_operation(), ROWS, width, heads, n // heads, parts, lses,
-                          *steps, out, _stride(out))
+                          *steps, _tape.Cell("sequences"), _tape.Cell("first"), out, _stride(out))
 
     def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
         n_blocks, n_kv = cache.keys.shape[0], heads.n_kv_heads
