@@ -35,7 +35,7 @@ from mpillm.partition import partition
 CONTEXT = 512
 SYSTEM = [(11 * i) % 300 + 3 for i in range(130)]
 #: largest difference of logits, over the largest logit: sums in another order, and the roundings that they flip
-BOUNDS = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}
+BOUNDS = {"f32": 2e-6, "f16": 2e-4, "bf16": 2e-3, "q8_0": 4e-3}
 
 
 def workload() -> list[Request]:
@@ -48,26 +48,26 @@ def workload() -> list[Request]:
         (SYSTEM[:126], dataclasses.replace(drawn, max_tokens=7, repetition_penalty=1.2)),
         (SYSTEM + [9] * 200, dataclasses.replace(greedy, max_tokens=0, prompt_logprobs=1)),
         (list(range(20, 80)), dataclasses.replace(drawn, max_tokens=72)),
-        (list(range(40, 102)), dataclasses.replace(greedy, max_tokens=70, logprobs=0, n=2)),
+        (list(range(40, 102)), dataclasses.replace(greedy, max_tokens=70, logprobs=0, n=4)),
     ]
     return [Request(i + 1, i, str(i), "completion", True, (ids,), sampling, "m")
             for i, (ids, sampling) in enumerate(lines)]
 
 
-def load(world, folder: str, mode: str, kv_type: str):
+def load(world, folder: str, mode: str, kv_type: str, shared: bool = True):
     """The replica of all ranks, the split and this rank's model."""
     run = RunConfig("", weights="f32", kv_mode=mode, kv_type=kv_type)
     config, checkpoint = open_model(folder)
     with contextlib.closing(checkpoint):
         weights = Weights(checkpoint, config)
         split = SimpleNamespace(partition=partition(registry.sizes(config, weights, "f32"), world.size, mode))
-        replica = world.split(world.size, 1, shared=mode != "messages")
+        replica = world.split(world.size, 1, shared=shared)
         model = setup.load_model(run, config, weights, split, replica.rank, replica, replica.row(split.partition))
     return SimpleNamespace(run=run, config=config, split=split, replica=replica, model=model.model)
 
 
-def generate(own, requests, n_blocks=100, **changes):
-    """What was handed out, and the scheduler behind it."""
+def generate(own, requests, n_blocks=100, keep="generated", **changes):
+    """What was handed out, and the scheduler behind it. Where all logits are kept no prefix is shared."""
     run, shares = dataclasses.replace(own.run, **changes), own.split.partition.shares
     share = shares[own.replica.rank]
     scheduler = setup.make_scheduler(run, own.split, own.replica.rank, n_blocks, CONTEXT)
@@ -77,7 +77,7 @@ def generate(own, requests, n_blocks=100, **changes):
     kept = Kept()
     sampler = Sampler(own.replica, share.vocab.start, max(other.vocab.size for other in shares))
     loop = BatchLoop(own.model, cache, scheduler, sampler, own.replica, kept, Ends(frozenset(), CONTEXT),
-                     keep_logits="all", text_stream=lambda sequence: None, replica=0,
+                     keep_logits=keep, text_stream=lambda sequence: None, replica=0,
                      clock_start=time.perf_counter(), run_seed=1)
     loop.admit(requests)
     assert loop.run() == 0
@@ -106,15 +106,18 @@ def close(found: Kept, wanted: Kept, bound: float, exact_tokens: bool) -> float:
 
 
 def check(world, folder: str, kv_type: str, whole: bool) -> str:
-    wanted, _ = generate(load(world, folder, "redundant", kv_type), workload(), prefill_chunk=64)
+    wanted, _ = generate(load(world, folder, "redundant", kv_type), workload(), keep="all", prefill_chunk=64)
     own = load(world, folder, "sharded", kv_type)
-    found, scheduler = generate(own, workload(), prefill_chunk=64)
-    assert wanted.rows.keys() == found.rows.keys() and scheduler.shared_positions
-    worst = close(found, wanted, BOUNDS[kv_type], kv_type == "f32")
+    found, _ = generate(own, workload(), keep="all", prefill_chunk=64)
+    assert wanted.rows.keys() == found.rows.keys()
+    worst = max(world.allgather(close(found, wanted, BOUNDS[kv_type], kv_type == "f32")))
     if not whole:
         return f"{worst:.1e}"
-    alone, _ = generate(own, workload()[:3], max_batch=1, prefill_chunk=512)
+    alone, scheduler = generate(own, workload()[:3], max_batch=1, prefill_chunk=512)
     alike(alone, found)
+    assert scheduler.shared_positions, "nothing was shared"
+    messages, _ = generate(load(world, folder, "sharded", kv_type, shared=False), workload()[:3], prefill_chunk=90)
+    alike(messages, found)
     # As small as holds the longest sequence, at the place that has the most of it
     tight, scheduler = generate(own, workload(), -(-6 // own.split.partition.places), prefill_chunk=100)
     alike(tight, found)
