@@ -42,7 +42,7 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
-from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan
+from mpillm.plan import ROOM_WIDTH, SCRATCH, WANTED, HeadNorms, Plan, attention_room
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -217,6 +217,6 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 
 __all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "SCRATCH", "WANTED", "Experts", "HeadNorms",
            "Heads", "LayerCache", "PackedMatrix", "Packer", "Plan", "Rows", "Spent", "allocate_cache",
-           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts",
-           "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier",
-           "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]
+           "attention_room", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
+           "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "record_experts",
+           "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k", "warm_up"]

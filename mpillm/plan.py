@@ -26,6 +26,7 @@ from mpillm.quant.packed import PackedMatrix
 
 ROOM_WIDTH = 32 * _fused.PAIRS      # outputs of each row that a thread works on in room of its own, at most
 SCRATCH = 64 << 20                  # bytes that attention may take beside its threads' tiles
+CROWD = 4                           # work items of a thread from which on stretches are not split off
 _F32 = np.dtype(np.float32)
 ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
 
@@ -376,7 +377,7 @@ class Plan:
         stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
         each = n_tiles * heads.n_kv_heads * heads.group_parts * heads.most_queries * (tiling.width + 2)
         run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
-        if parts > 1 and stretches > 1 and items < 4 * parts:
+        if parts > 1 and stretches > 1 and items < CROWD * parts:
             # Single stretches where their sums fit the room, else spans of them, else all by one thread.
             for run in (1, _attention.SPAN):
                 pieces = -(-stretches // run)
@@ -405,6 +406,12 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the plan was made, exchanges included."""
         return self.tape.seconds()
+
+
+def attention_room(threads: int, value_dim: int, positions: int, scratch: int) -> int:
+    """Bytes that attention may come to take beside its threads' tiles, over ``positions``; at most ``scratch``."""
+    sums = 4 * _attention.QUERIES * (_attention.padded(value_dim, True) + 2)
+    return min(scratch, CROWD * threads * -(-positions // _attention.STRETCH) * sums) if threads > 1 else 0
 
 
 def _stride(x: np.ndarray) -> int:

@@ -299,7 +299,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
         "bandwidth": limits[0], "peak": limits[1], "peak_of": " ".join(key),
         "limit_ts": tokens / max(moved / limits[0], operations / limits[1]),
         "repetitions": len(runs), "n_measured": amount, "n_steps": len(steps), "kv_type": loaded.settings.kv_type,
-        "model": loaded.name}
+        "kv_type_v": loaded.settings.kv_type_v, "model": loaded.name}
     return world.bcast(row)
 
 

@@ -123,9 +123,13 @@ def memory_options(memory: Any) -> None:
                              "bf16), or one for each group of tensors, such as attn=q8_0,ffn=q4_0,default=bf16; "
                              "groups: attn, ffn, shared, experts, embedding, head")
     memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
+    memory.add_argument("--kv-type-v", choices=config.KV_TYPES,
+                        help="type of the cached values alone (default: that of --kv-type)")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
                         help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
                              "--max-batch sequences of full length need)")
+    memory.add_argument("--attention-scratch", type=_size, metavar="SIZE",
+                        help="bytes per rank that attention may take, however long the context (default 64MiB)")
     memory.add_argument("--tie-embeddings", action="store_true",
                         help="take the embedding as output head where the file has none")
     memory.add_argument("--fast", action="store_true",

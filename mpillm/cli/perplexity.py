@@ -270,7 +270,8 @@ def report(given: dict[str, Any], settings: config.RunConfig, job: Job, plan: Pl
         **figures, "window": plan.window, "stride": plan.stride, "windows": plan.windows, "bytes": text.nbytes,
         "start_tokens": text.start_tokens, "text": os.path.abspath(settings.prompts), "text_sha256": text.sha256,
         "model": os.path.abspath(job.path), "weight_formats": split.formats, "kv_type": settings.kv_type,
-        "kv_mode": settings.kv_mode, "collectives": settings.collectives, "instructions": kernels.tier(),
+        "kv_type_v": settings.kv_type_v, "kv_mode": settings.kv_mode,
+        "collectives": settings.collectives, "instructions": kernels.tier(),
         "fast": settings.fast, "layout": split.choice.to_dict(), "mpillm_version": __version__, **more}
     target = os.path.realpath(given["json"])
     try:

@@ -296,9 +296,10 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     compilers = max(1, min(world.node_size, world.cores, COMPILERS))
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
+                        settings.kv_type_v)
     world.barrier_quiet()
-    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0)
+    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, kv_type_v=settings.kv_type_v)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
@@ -393,7 +394,7 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
-             "kv_type": settings.kv_type}
+             "kv_type": settings.kv_type, "kv_type_v": settings.kv_type_v}
     assert hold.prompts is not None, "rank 0 has the prompts"
     return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
             "identity": json.dumps(hold.what["identity"]), "expired": expired,

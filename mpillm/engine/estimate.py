@@ -65,8 +65,8 @@ class Asked:
 
     def run(self, kv_mode: str) -> RunConfig:
         """The options of the run that is planned."""
-        return RunConfig("", weights=self.weights, kv_type=self.kv_type, max_batch=self.batch,
-                         prefill_chunk=self.chunk, kv_mode=kv_mode)
+        return RunConfig("", weights=self.weights, kv_type=self.kv_type, kv_type_v=self.kv_type_v,
+                         max_batch=self.batch, prefill_chunk=self.chunk, kv_mode=kv_mode)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Dense:
     def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share,
               copies: Counter[int]) -> RankFigures:
         model = self._model
-        block = kvcache.block_bytes(asked.kv_type, model.n_layers, share.kv_heads.size, model.head_dim)
+        block = kvcache.block_bytes(asked.kv_type, model.n_layers, share.kv_heads.size, model.head_dim, asked.kv_type_v)
         return RankFigures(
             share.rank, share.heads.size, self._weight_bytes(run, split, share), self._duplicated(split, share, copies),
             block // (kernels.BLOCK * split.places),

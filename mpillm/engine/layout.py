@@ -64,7 +64,7 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
         products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
-        cache_bytes=kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim)
+        cache_bytes=kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim, run.kv_type_v)
         // (kernels.BLOCK * split.places),
         free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden, swaps=swaps * model.n_layers,
         swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))

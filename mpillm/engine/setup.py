@@ -54,7 +54,7 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     largest tp that divides the ranks and fits. A layout that is asked for need only hold the weights; one that is
     chosen here leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
-    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
+    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim, run.kv_type_v)      # raises where a type does not fit
     if choice is None:
         found = layout(ranks, model.n_heads, lambda tp: fits(run, model, weights, tp, memory), run.tp)
         choice = LayoutChoice(found, "the largest that fits" if run.tp is None else f"--tp {run.tp}")
@@ -82,7 +82,7 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast = run.fast
+    built.fast, built.scratch = run.fast, run.attention_scratch
     return LoadedModel(built, loader.nbytes)
 
 
@@ -98,7 +98,9 @@ def context_of(run: RunConfig, model: ModelConfig) -> int:
 def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> int:
     """Bytes of one cache block, all layers, on ``rank``; 0 where no KV head is held."""
     kv_heads = split.partition.shares[rank].kv_heads.size
-    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
+    if not kv_heads:
+        return 0
+    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim, run.kv_type_v)
 
 
 def cache_token_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> float:
@@ -110,7 +112,7 @@ def make_cache(run: RunConfig, model: ModelConfig, split: Split, rank: int, n_bl
     """The cache of ``rank``: ``n_blocks`` blocks of its KV heads."""
     share, places = split.partition.shares[rank], split.partition.places
     return kvcache.allocate(run.kv_type, model.n_layers, n_blocks, share.kv_heads.size, model.head_dim,
-                            shard=(share.row_rank % places, places))
+                            run.kv_type_v, shard=(share.row_rank % places, places))
 
 
 def make_scheduler(run: RunConfig, split: Split, rank: int, n_blocks: int, context: int) -> Scheduler:
@@ -132,11 +134,13 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     widest = 6 * model.hidden + 4 * share.columns.size + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
-    if places > 1:       # the row's queries, outputs over the positions held here, and of own heads those of all places
+    if places > 1:       # the row's queries, keys and values, outputs over the positions here, own heads' of all places
         in_row = share.kv_heads.size * (model.n_heads // model.n_kv_heads)
         widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
+        widest += 2 * share.kv_heads.size * model.head_dim
     slots = rows * model.experts_chosen * kernels.slot_bytes(model.hidden, share.columns.size)
-    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
+    attention = kernels.attention_room(threads, model.head_dim, context_of(run, model), run.attention_scratch)
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:

@@ -60,6 +60,7 @@ class Llama:
     head: VocabHead
     rope: Rope
     fast: bool = False      # see kernels.Plan
+    scratch: int = kernels.SCRATCH
     _step: _Step | None = field(default=None, init=False, repr=False)
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
@@ -79,7 +80,7 @@ class Llama:
 
     def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
         """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        plan, hidden = kernels.Plan(capacity, self.fast), self.embedding.hidden
+        plan, hidden = kernels.Plan(capacity, self.fast, self.scratch), self.embedding.hidden
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
