@@ -19,11 +19,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm.errors import MpillmError, UsageError
+from mpillm.jit.exchange import KV, MERGE
 from mpillm.machine import affinity, launch, memory, topology
-from mpillm.machine.group import PIECE, Group, Means, receive_pieces, send_pieces
+from mpillm.machine.group import Group, Means, receive_pieces, send_pieces
 from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
-from mpillm.partition import Partition, Span, row_exchange
+from mpillm.machine.swap import Part, Swap
+from mpillm.partition import Partition, Span
 
 T = TypeVar("T")
 CHUNK = 1 << 29                 # bytes of one message: far below 2**31, where MPI libraries fail or lie
@@ -308,6 +310,11 @@ class Replica:
             self._group.all_reduce(x.reshape(-1, x.shape[-1]))
         self._account(began, before)
 
+    def _timed(self, exchange: Callable[[], None]) -> None:
+        began, before = time.perf_counter(), self._spent()
+        exchange()
+        self._account(began, before)
+
     def _account(self, began: float, before: float) -> None:
         """Add what passed since ``began`` and was not counted by the kernels themselves."""
         self._seconds += time.perf_counter() - began - (self._spent() - before)
@@ -348,7 +355,7 @@ class Replica:
         self._account(began, before)
 
     def row(self, partition: Partition) -> KVExchange | None:
-        """The planned exchange of K and V in this rank's KV row; None where nothing is exchanged.
+        """The planned exchanges in this rank's KV row; None where nothing is exchanged.
 
         All ranks of the replica must call it.
         """
@@ -378,73 +385,42 @@ def measure_all_reduce(replica: Replica, nbytes: int, repeats: int = 1000) -> fl
     return float(np.median(times[3:]))
 
 
-def _columns(span: Span, whole: Span) -> slice:
-    """Where ``span`` of the model's K/V columns stands within ``whole``."""
-    return slice(span.start - whole.start, span.stop - whole.start) if span else slice(0, 0)
+def row_parts(partition: Partition, row: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """What the ranks of a KV row exchange in each layer: before attention, and after it.
+
+    Before it K and V (of latent attention the latents' columns), and where the cache is sharded the queries, of which
+    all ranks then need all; after it, where it is sharded, outputs over each rank's positions and their log-sum-exps.
+    Empty: no exchange. Columns are counted over the model.
+    """
+    if partition.kv_mode == "redundant" or partition.width == 1:
+        return (), ()
+    size, shares = partition.sizes.head_dim, [partition.shares[rank] for rank in partition.row_ranks(row)]
+    kv = Part(tuple(_pair(s.kv_columns) for s in shares), tuple(_pair(s.kv_heads.times(size)) for s in shares))
+    if partition.places == 1:
+        return (kv,) if partition.sizes.latent_head else (kv, kv), ()
+    own, columns = (tuple(_pair(s.heads.times(n)) for s in shares) for n in (1, size))
+    heads, whole = (((each[0][0], each[-1][1]),) * len(shares) for each in (own, columns))
+    return (Part(columns, whole), kv, kv), (Part(whole, columns, stacked=True), Part(heads, own, stacked=True))
+
+
+def _pair(span: Span) -> tuple[int, int]:
+    return span.start, span.stop
 
 
 class KVExchange:
-    """New K and V columns, computed once in a KV row, brought to the ranks whose queries need them.
+    """What the ranks of a KV row exchange in each layer, by ``row_parts``.
 
-    They travel as they are, whatever --wire says: both --kv-modes put the same bits in the cache.
+    ``gather`` comes before attention, ``merge`` after. New K and V columns are computed once in the row. ``place``:
+    which of ``width`` shares of the positions this rank has; ``heads``: query heads of the row.
     """
 
     def __init__(self, replica: Replica, partition: Partition) -> None:
-        self._replica = replica
         me = partition.shares[replica.rank]
-        row = [partition.shares[rank] for rank in partition.row_ranks(me.row)]
-        plan, needed = row_exchange(partition, replica.rank), me.kv_heads.times(partition.sizes.head_dim)
-        self._group = replica._group.subgroup(me.row, me.row_rank)
-        replica._groups.append(self._group)
-        assert self._group.rank == me.row_rank, "a row's ranks are not in the order of the partition"
-        self.columns, self.needed = me.kv_columns.size, needed.size   # computed here, wanted here
-        self._widths = [s.kv_columns.size for s in row]
-        self._all_need_all = plan.kind == "all_gather"
-        self._leaving = [_columns(span, me.kv_columns) for span in plan.send]
-        self._arriving = [_columns(span, needed) for span in plan.receive]
-        self._origins = [_columns(span, s.kv_columns) for span, s in zip(plan.receive, row, strict=True)]
-        assert sum(span.size for span in plan.receive) == self.needed, "K/V columns that no rank computes"
-        slot = self._group.segment.slot_nbytes if self._group.segment else 0
-        self._plan = np.array([self.columns, slot // (8 * max(self._widths))] + [
-            figure for width, source, target in zip(self._widths, self._origins, self._arriving, strict=True)
-            for figure in (width, source.start, target.start, target.stop - target.start)], np.int64)
-
-    def exchange_arguments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-        """(flags, slots, state, plan) for the core gather_parts of jit/exchange.py; None when ``run`` is needed."""
-        if self._group.segment is None or self._plan[1] == 0:
-            return None
-        return (*self._group.segment.arguments, self._plan)
-
-    def run(self, k_part: np.ndarray, v_part: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """k, v float32 [M, needed] of this rank's KV heads from all ranks' [M, columns]; of one latent no v."""
-        rows, segment = k_part.shape[0], self._group.segment
-        parts = [np.ascontiguousarray(part) for part in (k_part, v_part) if part is not None]
-        assert all(part.shape == (rows, self.columns) for part in parts), f"{[part.shape for part in parts]}"
-        began, before = time.perf_counter(), self._replica._spent()
-        result = np.empty((2, rows, self.needed), np.float32)[:len(parts)]
-        if segment is not None and self._plan[1]:
-            none = np.zeros((0, 0), np.float32)
-            segment.gather_parts(self._plan, *[*parts, none][:2], *[*result, none][:2])
-        else:
-            step = max(1, PIECE // (8 * max(self._widths)))
-            for begin in range(0, rows, step):
-                piece = slice(begin, min(begin + step, rows))
-                self._mpi(np.stack([part[piece] for part in parts]), result[:, piece])
-        self._replica._account(began, before)
-        return result[0], result[1] if len(parts) > 1 else np.empty((rows, 0), np.float32)
-
-    def _mpi(self, part: np.ndarray, result: np.ndarray) -> None:
-        """``part`` [arrays, M, columns] to all that need it, ``result`` [arrays, M, needed]."""
-        (count, rows, _), comm = part.shape, self._group.comm
-        arriving = [count * rows * (s.stop - s.start) for s in self._arriving]
-        offsets = [sum(arriving[:i]) for i in range(len(arriving))]
-        buffer = self._group.scratch(sum(arriving))
-        if self._all_need_all:
-            comm.Allgatherv(part.reshape(-1), [buffer, (arriving, offsets)])
-        else:
-            leaving = [part[:, :, s].reshape(-1) for s in self._leaving]
-            counts = [piece.size for piece in leaving]
-            comm.Alltoallv([np.concatenate(leaving), (counts, [sum(counts[:i]) for i in range(len(counts))])],
-                           [buffer, (arriving, offsets)])
-        for offset, size, target in zip(offsets, arriving, self._arriving, strict=True):
-            result[:, :, target] = buffer[offset:offset + size].reshape(count, rows, -1)
+        group = replica._group.subgroup(me.row, me.row_rank)
+        replica._groups.append(group)
+        assert group.rank == me.row_rank, "a row's ranks are not in the order of the partition"
+        self.place, self.width = me.row_rank % partition.places, partition.places
+        self.heads = partition.sizes.n_heads // partition.rows
+        before, after = row_parts(partition, me.row)
+        self.gather = Swap(group, before, KV, replica._timed)
+        self.merge = Swap(group, after, MERGE, replica._timed) if after else None

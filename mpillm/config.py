@@ -19,7 +19,7 @@ from mpillm.quant import recipe
 
 WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
-KV_MODES = ("redundant", "allgather")
+KV_MODES = ("redundant", "allgather", "sharded")
 MLA = ("auto", "0", "1", "2", "3")
 CHUNK = 512        # prompt tokens in a step, unless something else is asked for or better
 MOE_SPLITS = ("columns", "experts", "auto")

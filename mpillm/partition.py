@@ -6,7 +6,8 @@ rows.  Heads first:
 * ``tp <= n_kv_heads``: each rank has whole KV heads with all their query heads, the first ranks one more.
 * ``tp > n_kv_heads``: *KV rows*.  ``rows = gcd(tp, n_kv_heads)`` rows of ``width = tp / rows`` neighbouring
   ranks; a row owns ``n_kv_heads / rows`` KV heads and all their query heads, which are dealt contiguously
-  to the row's ranks, the first ones one more; a rank may get none.
+  to the row's ranks, the first ones one more; a rank may get none.  Where the cache is sharded, each rank
+  of a row holds all its KV heads, and of the positions every width-th block.
 
 Experts are split along their columns, all in the same places, or dealt to the ranks whole (``moe_split``).
 
@@ -26,7 +27,7 @@ from math import gcd, isfinite, lcm
 
 from mpillm.errors import ResourceError, UsageError
 
-KV_MODES = ("redundant", "allgather")
+KV_MODES = ("redundant", "allgather", "sharded")
 MOE_SPLITS = ("columns", "experts", "auto")
 QUANT_BLOCK = 32             # columns in a quantisation block
 
@@ -120,7 +121,7 @@ class Share:
     row: int            # which KV row; with tp <= n_kv_heads every rank is a row of its own
     row_rank: int       # place within the row
     heads: Span         # query heads
-    kv_heads: Span      # KV heads that its queries need and whose cache it holds
+    kv_heads: Span      # KV heads whose cache it holds: those that its queries need, or if sharded its row's
     kv_columns: Span    # rows of k_proj and of v_proj that it computes, in elements of n_kv_heads * head_dim
     columns: Span       # feed-forward columns; where there are experts, of each one that it holds
     vocab: Span         # vocabulary rows, of the embedding and of the output head
@@ -141,26 +142,15 @@ class Partition:
     shares: tuple[Share, ...]
     moe_split: str = "columns"
 
+    @property
+    def places(self) -> int:
+        """Ranks over which the positions of a KV row's cache are dealt out: 1 unless they are sharded."""
+        return self.width if self.kv_mode == "sharded" else 1
+
     def row_ranks(self, row: int) -> range:
         """The ranks of a KV row, by place within the row."""
         assert 0 <= row < self.rows, f"row {row} of {self.rows}"
         return range(row * self.width, (row + 1) * self.width)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What one rank gives and gets when its KV row swaps new K (and, alike, V) columns.
-
-    ``kind`` is the same on all ranks of the partition: ``none`` (no message: what is computed is what is
-    needed), ``all_gather`` (every rank of the row needs all of the row's columns) or ``all_to_all``.
-    ``send[j]`` are the columns that the row's rank j needs of this one, ``receive[j]`` those that this one
-    gets from j; absolute, j = itself included.  The received spans, in order of j, are this rank's
-    ``kv_heads`` without gap or overlap.
-    """
-
-    kind: str
-    send: tuple[Span, ...]
-    receive: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -228,10 +218,13 @@ def partition(sizes: Sizes, tp: int, kv_mode: str = "redundant", moe_split: str 
     heads = _split_heads(sizes, tp)
     kv_heads = [_needed_kv_heads(span, sizes.group) for span in heads]
     kv_columns = [span.times(sizes.head_dim) for span in kv_heads]
-    # Both modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
+    # All modes cut columns and vocabulary alike, or their sums over ranks would differ in the last bit
     rest = _split_by_bytes(sizes, heads, kv_columns, moe_split)
-    if kv_mode == "allgather" and width > 1:
+    if kv_mode != "redundant" and width > 1:
         kv_columns = _even_kv_columns(sizes, rows, width)
+    if kv_mode == "sharded" and width > 1:
+        each = sizes.n_kv_heads // rows
+        kv_heads = [Span(rank // width, rank // width + 1).times(each) for rank in range(tp)]
     owned = zip(heads, kv_heads, kv_columns, *rest, strict=True)
     shares = tuple(Share(rank, rank // width, rank % width, *spans) for rank, spans in enumerate(owned))
     return Partition(sizes, tp, kv_mode, rows, width, shares, moe_split)
@@ -414,22 +407,6 @@ def local_groups(s: Share, group: int) -> tuple[Span, ...]:
                  for kv in s.kv_heads.range())
 
 
-def row_exchange(p: Partition, rank: int) -> Exchange:
-    """The swap of K/V columns that ``rank`` takes part in after computing its ``kv_columns``."""
-    me = p.shares[rank]
-    row = [p.shares[r] for r in p.row_ranks(me.row)]
-    local = p.kv_mode == "redundant" or p.width == 1
-    all_need_all = all(s.kv_heads.size * p.rows == p.sizes.n_kv_heads for s in row)
-
-    def message(sender: Share, receiver: Share) -> Span:
-        if local and sender is not receiver:
-            return Span(sender.kv_columns.start, sender.kv_columns.start)
-        return sender.kv_columns.overlap(receiver.kv_heads.times(p.sizes.head_dim))
-
-    return Exchange("none" if local else "all_gather" if all_need_all else "all_to_all",
-                    send=tuple(message(me, s) for s in row), receive=tuple(message(s, me) for s in row))
-
-
 def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
              kv_bytes_per_token: float = 0) -> list[dict]:
     """One dict a rank for the printed table; spans read ``0-2``, ``7`` or ``-``.
@@ -442,7 +419,8 @@ def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
         weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
     assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
     return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
-             "kv_columns": str(s.kv_columns), "columns": f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns), "vocab": str(s.vocab),
+             "kv_columns": str(s.kv_columns),
+             "columns": f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns), "vocab": str(s.vocab),
              "weight_bytes": weight_bytes[s.rank],
              "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,15 +254,13 @@ class Plan:
         self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
                       _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
 
-    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray | None, whole_k: np.ndarray,
-                       whole_v: np.ndarray | None) -> None:
-        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments().
-
-        ``v`` and ``whole_v`` None: one latent's columns instead of K and V.
-        """
-        v, whole_v = (_NOTHING if one is None else one for one in (v, whole_v))
-        self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
-                      _stride(whole_k), ROWS)
+    def swap_columns(self, memory: tuple[np.ndarray, ...], arrays: Sequence[np.ndarray],
+                     out: Sequence[np.ndarray]) -> None:
+        """Columns of up to three arrays to the ranks that want them; ``memory``: Swap.exchange_arguments()."""
+        assert len(arrays) == len(out) <= _exchange.ARRAYS, f"swap_columns: {len(arrays)} arrays, {len(out)} to fill"
+        none = [_NOTHING, 0] * (_exchange.ARRAYS - len(out))
+        given, got = ([one for x in own for one in (x, _stride(x))] + none for own in (arrays, out))
+        self.tape.add("exchange", _exchange.swap_operation(), *memory, *given, *got, ROWS)
 
     def silu_mul(self, gate_up: np.ndarray, out: np.ndarray) -> None:
         """out [., f] = silu(gate) * up for rows [gate f | up f]."""
@@ -321,7 +319,7 @@ class Plan:
         self.tape.add("attention", _attention.merge_operation(*cache.types), *written, *form)
 
     def merge_shards(self, parts: np.ndarray, lses: np.ndarray, out: np.ndarray) -> None:
-        """out [., heads * n] of what each place of a sharded cache gave, in order of the places.
+        """out [., heads * n] of what each place of a sharded cache gave, from the place of a sequence's block 0 on.
 
         ``parts`` [width, capacity, heads * n] and ``lses`` [width, capacity, heads] are outputs of :meth:`attention`:
         out = sum of exp(lse_i - lse) part_i, lse = log(sum of exp(lse_i)). A part with lse -inf counts nothing.
@@ -332,7 +330,7 @@ class Plan:
         if heads:
             steps = [step // 4 for array in (parts, lses) for step in array.strides[:2]]
             self.tape.add("attention", _attention.shards_operation(), ROWS, width, heads, n // heads, parts, lses,
-                          *steps, out, _stride(out))
+                          *steps, _tape.Cell("sequences"), _tape.Cell("first"), out, _stride(out))
 
     def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
         n_blocks, n_kv = cache.keys.shape[0], heads.n_kv_heads

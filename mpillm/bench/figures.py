@@ -44,7 +44,7 @@ class Costs:
 
     weight_bytes: int
     cache_bytes: float                 # of one position, all layers
-    row_operations: int                # of one row in the layers' matrices
+    row_operations: float              # of one row in the layers' matrices
     head_operations: int               # of one row in the output head
     score_operations: int              # of one row and one position that it attends to, all layers
     windows: tuple[int | None, ...]    # of the layers, None = all positions

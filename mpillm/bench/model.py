@@ -20,10 +20,10 @@ import numpy as np
 from mpillm import kernels
 from mpillm.bench.figures import Costs, Piece, SpeedTest, budget
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import probe
+from mpillm.engine import probe, setup
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
-from mpillm.engine.kvcache import form, share_block_bytes, share_cache
+from mpillm.engine.kvcache import form
 from mpillm.engine.probe import Ranks, Reader
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
@@ -58,6 +58,12 @@ class Loaded:
     def replica(self) -> Any:
         assert self.ranks.replica is not None, "a model runs on a replica"
         return self.ranks.replica
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's place among those over which positions are dealt out, and their number."""
+        split = self.split.partition
+        return split.shares[self.replica.rank].row_rank % split.places, split.places
 
 
 @dataclass
@@ -111,11 +117,11 @@ def sequences_of(test: SpeedTest, amount: int, vocab: int) -> list[Sequence]:
     return made
 
 
-def blocks_of(test: SpeedTest, amount: int) -> int:
-    """Cache blocks that the sequences of a run take together."""
+def blocks_of(test: SpeedTest, amount: int, places: int = 1) -> int:
+    """Cache blocks that the sequences of a run take together, at each of ``places``, wherever they begin."""
     decode = test.kind == "tg"
     positions = max(test.depth, 1) + amount if decode else test.depth + test.count
-    return (test.batch if decode else amount) * blocks_for(positions, kernels.BLOCK)
+    return (test.batch if decode else amount) * blocks_for(blocks_for(positions, kernels.BLOCK), places)
 
 
 def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Piece]]:
@@ -132,10 +138,11 @@ def planned_steps(test: SpeedTest, amount: int, chunk: int) -> Iterator[list[Pie
         scheduler.done(parts)
 
 
-def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Scheduler:
+def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int, shard: tuple[int, int] = (0, 1)) -> Scheduler:
     chunk = max(chunk, len(sequences))       # a step's budget holds the first token of every sequence
-    scheduler = Scheduler(BlockLedger(n_blocks), Limits(len(sequences), chunk, kernels.BLOCK),
-                          context_blocks=n_blocks // len(sequences), share=False)
+    place, places = shard
+    scheduler = Scheduler(BlockLedger(n_blocks, places), Limits(len(sequences), chunk, kernels.BLOCK),
+                          context_blocks=n_blocks * places // len(sequences), share=False, place=place)
     refused = scheduler.add(sequences)
     assert not refused, f"{n_blocks} blocks do not hold the sequences"
     return scheduler
@@ -145,7 +152,7 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     """A cache of which every block holds the same random keys and values, of standard deviation 1."""
     config, settings = loaded.config, loaded.settings
     share = loaded.split.partition.shares[loaded.replica.rank]
-    cache = share_cache(settings, config, share, n_blocks)
+    cache = setup.make_cache(settings, config, loaded.split, loaded.replica.rank, n_blocks)
     kv_heads, key, value = form(config, share)
     rng = np.random.default_rng(0)
     count, zero = kernels.BLOCK, np.zeros(kv_heads, np.int32)
@@ -153,7 +160,8 @@ def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     heads, nothing = kernels.Heads(key, 0, zero, zero, value), np.zeros(count, np.int64)
     # A first block through the cache's own write; copies of it for the others
     rows = kernels.Rows(nothing, np.arange(count, dtype=np.int32), nothing.astype(np.int32), np.zeros((1, 1), np.int32),
-                        np.ones((count, 1), np.float32), np.zeros((count, 1), np.float32))
+                        np.ones((count, 1), np.float32), np.zeros((count, 1), np.float32),
+                        np.full(1, loaded.place[0], np.int32))
     for layer in cache if kv_heads else ():
         plan = kernels.Plan(count)
         plan.cache_write(k, None if layer.values is None else v, heads, layer)
@@ -168,7 +176,7 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     """One run of ``amount`` tokens ("tg") or sequences ("pp") on ``cache``. Raises ModelError."""
     replica, settings = loaded.replica, loaded.settings
     sequences = sequences_of(test, amount, loaded.config.vocab)
-    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.chunk)
+    scheduler = _scheduler(sequences, blocks_of(test, amount, loaded.place[1]), settings.chunk, loaded.place)
     shares, sink = loaded.split.partition.shares, _Sink()
     share = shares[replica.rank]
     sampler = Sampler(replica, share.vocab.start, max(other.vocab.size for other in shares))
@@ -261,16 +269,15 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
 
 def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache] | None:
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
-    world, config = loaded.ranks.world, loaded.config
-    share = loaded.split.partition.shares[loaded.replica.rank]
-    needed = blocks_of(test, amount) * share_block_bytes(loaded.settings, config, share)
+    world, n_blocks = loaded.ranks.world, blocks_of(test, amount, loaded.place[1])
+    needed = n_blocks * setup.cache_block_bytes(loaded.settings, loaded.config, loaded.split, loaded.replica.rank)
     free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:
             LOG.warning("%s at batch %d is left out: its cache takes %s on a rank, which has %s free", test.name,
                         test.batch, format_size(needed), format_size(free))
         return None
-    return filled_cache(loaded, blocks_of(test, amount))
+    return filled_cache(loaded, n_blocks)
 
 
 def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],

@@ -258,7 +258,7 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     embedding = kernels.packed_nbytes(table, share.vocab.size, found.model.hidden)
     return Loaded(ranks, settings, found.model, split, model, costs(
         found.model, share, model.nbytes, embedding, setup.cache_block_bytes(settings, found.model, split, world.rank),
-        kernels.BLOCK), "+".join(split.formats), found.model.name)
+        kernels.BLOCK * split.partition.places), "+".join(split.formats), found.model.name)
 
 
 def model_table(rows: list[dict[str, Any]], title: str) -> str:

@@ -150,8 +150,8 @@ def split_options(split: Any) -> None:
     split.add_argument("--tp", type=int, metavar="N",
                        help="ranks per model; the others are data-parallel replicas (default: as --layout says)")
     split.add_argument("--kv-mode", choices=config.KV_MODES,
-                       help="K/V that several ranks need: computed by each (redundant, default) or in parts and "
-                            "exchanged (allgather)")
+                       help="K/V that several ranks need: computed by each (redundant, default), in parts and "
+                            "exchanged (allgather), or also cached in parts, by position (sharded: more context)")
     split.add_argument("--moe-split", choices=config.MOE_SPLITS,
                        help="experts over ranks: a slice of the columns of each (columns), whole ones (experts), or "
                             "whole ones only where slices would be less than 32 columns (auto, default)")

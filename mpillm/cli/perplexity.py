@@ -216,13 +216,10 @@ def _work(world: World, given: dict[str, Any], settings: config.RunConfig, job: 
 def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, text: Text, split: Split,
                 replica: Replica | None, model: LoadedModel | None, clock: float) -> tuple[list[Sums], str | None]:
     """This replica's windows, in rounds that rank 0 deals out; their sums on its root, and what failed."""
-    from mpillm import kernels
-    from mpillm.engine.blocks import BlockLedger, blocks_for
+    from mpillm.engine import setup
     from mpillm.engine.generate import BatchLoop, Ends
-    from mpillm.engine.kvcache import share_cache
     from mpillm.engine.replica import cache_blocks
     from mpillm.engine.sampling import Sampler
-    from mpillm.engine.scheduler import Limits, Scheduler
     from mpillm.engine.score import ScoreSink, window_at
 
     dp = split.layout.dp
@@ -241,10 +238,9 @@ def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, 
         if cache is None:
             share = split.partition.shares[replica.rank]
             blocks = cache_blocks(world, settings, job, split, replica)
-            cache = share_cache(settings, job.model, share, blocks)
+            cache = setup.make_cache(settings, job.model, split, replica.rank, blocks)
             sampler = Sampler(replica, share.vocab.start, max(s.vocab.size for s in split.partition.shares))
-        scheduler = Scheduler(BlockLedger(blocks), Limits(settings.max_batch, settings.chunk, kernels.BLOCK),
-                              context_blocks=blocks_for(job.context, kernels.BLOCK))
+        scheduler = setup.make_scheduler(settings, split, replica.rank, blocks, job.context)
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, sink, ends, keep_logits="none",
                          text_stream=lambda sequence: None, replica=replica.index, clock_start=clock)
         loop.admit(requests)

@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--weights", type=weights, metavar="FORMAT|RECIPE", default="auto",
                    help="in memory (default auto: as the model states them); a recipe as for run")
     p.add_argument("--tie-embeddings", action="store_true", help="as for run")
-    p.add_argument("--kv-mode", choices=(*config.KV_MODES, "sharded"), default="redundant",
-                   help="as for run; sharded is planned only, it does not run yet")
+    p.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     p.add_argument("--kv-type", choices=config.KV_TYPES, default="bf16", help="as for run (default bf16)")
     p.add_argument("--kv-type-v", choices=config.KV_TYPES,
                    help="of values where they are apart: not in --mla 2 and 3 (default: --kv-type)")

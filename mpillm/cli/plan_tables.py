@@ -15,15 +15,12 @@ from mpillm.models.load import LOADING_BYTES
 if TYPE_CHECKING:
     from mpillm.engine.estimate import Asked, Planned, Speed, Subject
 
-SHARDED = "--kv-mode sharded does not run yet: these are planned figures"
-
 
 def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespace, chosen: Planned,
             table: Sequence[Planned], speeds: Sequence[Speed] | None,
             types: dict[str, dict[str, int | None]]) -> dict[str, Any]:
     """All figures; bytes, seconds, tokens/s. ``predicted`` is left to the caller."""
-    missing = [reason for reason in (
-        subject.unsupported, SHARDED if chosen.mode.kv_mode == "sharded" and not chosen.alike else None) if reason]
+    missing = [subject.unsupported] if subject.unsupported else []
     memory = given.memory_per_rank
     return {
         "model": {"name": subject.name, **subject.figures()}, "weights": list(subject.formats), "weights_from": source,

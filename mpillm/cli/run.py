@@ -356,7 +356,7 @@ def _conclude(world: collectives.World, settings: RunConfig, job: Job, hold: Hol
 
 
 def _cache_token_bytes(settings: RunConfig, job: Job, split: setup.Split, rank: int) -> float:
-    return setup.cache_block_bytes(settings, job.model, split, rank) / kernels.BLOCK
+    return setup.cache_token_bytes(settings, job.model, split, rank)
 
 
 def feed_forward(model: ModelConfig) -> str:
@@ -388,7 +388,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
     if model.latent:
         LOG.info("latent attention: --mla %d, prompts in steps of %d tokens", model.mla, settings.chunk)
     if split.partition.width == 1 and not model.latent:
-        LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
+        LOG.info("KV rows have one rank each: all --kv-mode are the same here")
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
         LOG.warning("%s", line)

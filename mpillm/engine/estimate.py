@@ -1,7 +1,7 @@
 """What ranks would hold, read and exchange, and how fast they would be: before a job is queued, from figures alone.
 
 Models that run are counted by the code that runs them (partition, registry, setup, kvcache). What does not run yet,
-latent attention and ``sharded`` caches, is counted by formula and says so.
+latent attention, is counted by formula and says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mpillm import kernels
 from mpillm.config import RunConfig
 from mpillm.engine import cost, kvcache, setup
 from mpillm.engine.blocks import blocks_for
+from mpillm.engine.layout import row_swaps
 from mpillm.errors import UsageError
 from mpillm.models import deepseek_sizes as deepseek
 from mpillm.models import registry
@@ -25,9 +26,8 @@ from mpillm.models.deepseek_sizes import DeepSeekFigures
 from mpillm.models.llama import room_for
 from mpillm.models.load import LOADING_BYTES
 from mpillm.models.weights import Weights
-from mpillm.partition import Partition, Share, partition, row_columns, row_exchange, step_bytes
+from mpillm.partition import KV_MODES, Partition, Share, partition, row_columns, step_bytes
 
-KV_MODES = ("redundant", "allgather", "sharded")
 ATTENTION_SCRATCH = 64 << 20      # of latent attention, on each rank
 SAMPLING = 2                      # exchanges of a step that choose the tokens
 TERMS = {"weights": "reading weights", "products": "multiplying", "cache": "reading the cache",
@@ -64,10 +64,9 @@ class Asked:
         return blocks_for(self.context, kernels.BLOCK)
 
     def run(self, kv_mode: str) -> RunConfig:
-        """The options of the run that is planned; where K/V is sharded its weights are those of allgather."""
+        """The options of the run that is planned."""
         return RunConfig("", weights=self.weights, kv_type=self.kv_type, kv_type_v=self.kv_type_v,
-                         max_batch=self.batch, prefill_chunk=self.chunk,
-                         kv_mode="redundant" if kv_mode == "redundant" else "allgather")
+                         max_batch=self.batch, prefill_chunk=self.chunk, kv_mode=kv_mode)
 
 
 @dataclass(frozen=True)
@@ -186,15 +185,15 @@ class Dense:
         model, run = self._model, asked.run(mode.kv_mode)
         split = partition(self._sizes, tp, run.kv_mode, run.moe_split)
         copies = Counter(head for share in split.shares for head in share.kv_heads.range())
-        ranks = tuple(self._rank(asked, run, split, share, mode, copies) for share in split.shares)
+        ranks = tuple(self._rank(asked, run, split, share, copies) for share in split.shares)
         read = [step_bytes(split, rank, asked.batch) for rank in range(tp)]
         fullest = max(range(tp), key=read.__getitem__)
         share = split.shares[fullest]
         columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
         layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
-        swaps, swapped = self._swaps(split, mode)
+        swaps, swapped = row_swaps(split)
         attending = 2.0 * model.head_dim * model.n_layers * (
-            model.n_heads / split.tp if mode.kv_mode == "sharded" else max(s.heads.size for s in split.shares))
+            model.n_heads / split.tp if split.places > 1 else max(s.heads.size for s in split.shares))
         own = cost.Candidate(
             tp=tp, dp=1, idle=0, weight_bytes=ranks[fullest].weight_bytes, read_bytes=read[fullest],
             products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
@@ -203,17 +202,16 @@ class Dense:
             swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))
         return Planned(tp, mode, ranks, own, own)
 
-    def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share, mode: Mode,
+    def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share,
               copies: Counter[int]) -> RankFigures:
-        model, sharded = self._model, mode.kv_mode == "sharded"
-        heads = model.n_kv_heads // split.rows if sharded and split.width > 1 else share.kv_heads.size
-        block = kvcache.block_bytes(asked.kv_type, model.n_layers, heads, model.head_dim, asked.kv_type_v)
-        width = split.width if sharded else 1
-        blocks = -(-asked.blocks * asked.batch // width)
+        model = self._model
+        block = kvcache.block_bytes(asked.kv_type, model.n_layers, share.kv_heads.size, model.head_dim, asked.kv_type_v)
         return RankFigures(
             share.rank, share.heads.size, self._weight_bytes(run, split, share), self._duplicated(split, share, copies),
-            block // (kernels.BLOCK * width), block * blocks,
-            setup.activation_bytes(run, model, share, asked.threads), round(step_bytes(split, share.rank)))
+            block // (kernels.BLOCK * split.places),
+            block * setup.most_blocks(asked.batch, asked.context, split.places),
+            setup.activation_bytes(run, model, share, asked.threads, split.places),
+            round(step_bytes(split, share.rank)))
 
     def _weight_bytes(self, run: RunConfig, split: Partition, share: Share) -> int:
         """As the loader will allocate; ranks whose slices are alike are counted once."""
@@ -227,21 +225,10 @@ class Dense:
 
     def _duplicated(self, split: Partition, share: Share, copies: Counter[int]) -> int:
         """Bytes of K/V projections that other ranks hold as well, each rank its part of the copies too many."""
-        if split.kv_mode == "allgather" and split.width > 1:
+        if split.kv_mode != "redundant" and split.width > 1:
             return 0
         extra = sum(1 - Fraction(1, copies[head]) for head in share.kv_heads.range())
         return round(extra * self._model.head_dim * self._kv_column_bytes)
-
-    def _swaps(self, split: Partition, mode: Mode) -> tuple[int, int]:
-        """(exchanges in a layer within a KV row, bytes of a row in all of them)."""
-        if split.width == 1 or mode.kv_mode == "redundant":
-            return 0, 0
-        model = self._model
-        if mode.kv_mode == "allgather":
-            own = max(sum(span.size for span in row_exchange(split, rank).receive) for rank in split.row_ranks(0))
-            return 1, 2 * 4 * own
-        heads, columns = model.n_heads // split.rows, model.n_kv_heads // split.rows * model.head_dim
-        return 3, 4 * (2 * columns + heads * model.head_dim + heads * (model.head_dim + 1))
 
 
 class Latent:

@@ -168,10 +168,11 @@ class BatchLoop:
         refused = self.scheduler.add(sequences_of(
             requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt, self.model.prompts_apart))
         ledger, block = self.scheduler.ledger, self.scheduler.limits.block
+        whole = ledger.n_blocks * ledger.width
         for sequence, blocks in refused if self.is_root else ():
             self.sink.failed(sequence.request, (
                 f"prompt of {len(sequence.prompt)} tokens with max_tokens {sequence.max_tokens} needs {blocks} cache "
-                f"blocks, the whole cache has {ledger.n_blocks} ({ledger.n_blocks * block} positions): "
+                f"blocks, the whole cache has {whole} ({whole * block} positions): "
                 "raise --kv-memory or lower max_tokens"), "cache_too_small", 400)
         if refused:
             self.sink.progress(0, 0, len(refused))
@@ -225,7 +226,7 @@ class BatchLoop:
                 owners.append((part, position))
             first += part.count
         rows = Rows(tokens, positions.astype(np.int32), slots.astype(np.int32), self.scheduler.block_table, cos, sin,
-                    generated=generated)
+                    self.scheduler.first, generated)
         return rows, np.array(wanted, np.int64), owners
 
     def _wanted_positions(self, part: Part) -> range:

@@ -28,10 +28,11 @@ def share_block_bytes(run: RunConfig, model: ModelConfig, share: Share) -> int:
     return block_bytes(run.kv_type, model.n_layers, heads, key, run.kv_type_v, value) if heads else 0
 
 
-def share_cache(run: RunConfig, model: ModelConfig, share: Share, n_blocks: int) -> list[LayerCache]:
+def share_cache(run: RunConfig, model: ModelConfig, share: Share, n_blocks: int,
+                shard: tuple[int, int] = (0, 1)) -> list[LayerCache]:
     """A share's cache."""
     heads, key, value = form(model, share)
-    return allocate(run.kv_type, model.n_layers, n_blocks, heads, key, run.kv_type_v, value)
+    return allocate(run.kv_type, model.n_layers, n_blocks, heads, key, run.kv_type_v, value, shard)
 
 
 def block_bytes(kv_type: str, n_layers: int, kv_heads: int, head_dim: int, kv_type_v: str = "",

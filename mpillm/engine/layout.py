@@ -54,16 +54,26 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     share = split.shares[fullest]
     weight_bytes = registry.weight_bytes(model, weights, split, run.weights, fullest)
     free = memory - weight_bytes - setup.LOADING_BYTES - setup.RUNTIME_BYTES
-    free -= setup.activation_bytes(run, model, share)
+    free -= setup.activation_bytes(run, model, share, places=split.places)
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
+    swaps, swapped = row_swaps(split)
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
     layer = registry.attention_products(model, share) + 3 * columns * model.hidden
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
         products=float(model.n_layers * layer), head_products=float(model.hidden * share.vocab.size),
-        cache_bytes=max(kvcache.share_block_bytes(run, model, other) for other in split.shares) // kernels.BLOCK,
-        free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden)
+        cache_bytes=max(kvcache.share_block_bytes(run, model, other) for other in split.shares)
+        // (kernels.BLOCK * split.places),
+        free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden, swaps=swaps * model.n_layers,
+        swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))
+
+
+def row_swaps(split: Partition) -> tuple[int, int]:
+    """(exchanges in a layer within a KV row, bytes of a row in all of them, of the rank that gets the most)."""
+    found = [parts for parts in collectives.row_parts(split, 0) if parts]
+    return len(found), sum(4 * max(sum(part.result(place) for part in parts) for place in range(split.width))
+                           for parts in found)
 
 
 def asked(run: RunConfig, ranks: int, given: LayoutChoice | None) -> LayoutChoice | None:

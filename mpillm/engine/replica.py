@@ -15,17 +15,15 @@ from mpillm import kernels
 from mpillm.collectives import Replica, World
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import setup
-from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.feed import Desk, Feed, Letters, Line
 from mpillm.engine.generate import BatchLoop, Ends
 from mpillm.engine.guided import Guides
-from mpillm.engine.kvcache import share_cache
 from mpillm.engine.link import Link
 from mpillm.engine.output import ReplicaOutput
 from mpillm.engine.request import FailedLine, Request, Sampling, check_defaults, read_request
 from mpillm.engine.request import Limits as LineLimits
 from mpillm.engine.sampling import Sampler
-from mpillm.engine.scheduler import Limits, Scheduler, Sequence
+from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.errors import OutputError
 from mpillm.formats.parts import RankPart
 from mpillm.machine import signals
@@ -72,9 +70,10 @@ class LineReader:
 
 
 def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split, replica: Replica) -> int:
-    """The number of cache blocks, the same on all ranks of the replica. Raises ResourceError."""
+    """The number of cache blocks on each rank, the same on all of the replica. Raises ResourceError."""
     share = split.partition.shares[replica.rank]
-    free = world.free_nbytes() - setup.activation_bytes(settings, job.model, share)
+    free = world.free_nbytes() - setup.activation_bytes(
+        settings, job.model, share, places=split.partition.places)
     offer = setup.affordable_blocks(
         settings, setup.cache_block_bytes(settings, job.model, split, replica.rank), free)
     if world.rank == 0 and settings.kv_memory is not None and settings.kv_memory > free:
@@ -83,7 +82,7 @@ def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split
     offers = replica.gather(np.array([-1 if offer is None else offer], np.int64))
     agreed = np.zeros(1, np.int64)
     if offers is not None:
-        most = settings.max_batch * blocks_for(job.context, kernels.BLOCK)
+        most = setup.most_blocks(settings.max_batch, job.context, split.partition.places)
         agreed[0] = setup.agree_on_blocks(settings, most, [None if o[0] < 0 else int(o[0]) for o in offers],
                                           setup.other_modes(settings, job.model, split))
     replica.bcast(agreed)
@@ -122,12 +121,10 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     share = split.partition.shares[replica.rank]
     widest = max(other.vocab.size for other in split.partition.shares)
     n_blocks = cache_blocks(world, settings, job, split, replica)
-    cache = share_cache(settings, job.model, share, n_blocks)
-    LOG.info("cache: %d blocks of %d positions, up to %s on rank %d", n_blocks, kernels.BLOCK,
-             format_size(sum(layer.nbytes for layer in cache)), world.rank)
-    scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.chunk, kernels.BLOCK),
-                          context_blocks=blocks_for(job.context, kernels.BLOCK),
-                          continuous=settings.batching == "continuous")
+    cache = setup.make_cache(settings, job.model, split, replica.rank, n_blocks)
+    LOG.info("cache: %d blocks of %d positions, up to %s on rank %d", n_blocks * split.partition.places, kernels.BLOCK,
+             format_size(n_blocks * setup.cache_block_bytes(settings, job.model, split, replica.rank)), world.rank)
+    scheduler = setup.make_scheduler(settings, split, replica.rank, n_blocks, job.context)
     with open_output(settings, job, split, replica, own, tokenizer) as output:
         feed = make_feed(settings, job, tokenizer, mail, desk, scheduler, output) if replica.is_root else None
         link = Link(replica, feed)

@@ -11,6 +11,9 @@ Why it ends: age is the order in which sequences were added. The oldest running 
 younger one, and alone it fits the cache, so it advances in every step and finishes. None passes a sequence that
 waits for room; one that is held back is let go when what it waits for is computed or given up, and nobody can
 hold it back again before it had its turn, unless somebody older does.
+
+Where the cache is sharded, a sequence's blocks go round places with pools of their own: there is room where every
+pool has what falls to it, and who needs a block of an empty pool takes it from the youngest that has one there.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from mpillm.engine.blocks import BlockLedger, blocks_for, chain, prompt_keys, root_key
+from mpillm.engine.blocks import BlockLedger, blocks_for, chain, first_place, prompt_keys, root_key, turns_of
 from mpillm.engine.request import Request
 
 _AGE = attrgetter("age")
@@ -42,6 +45,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     computed: int = 0              # positions that are in the cache
     blocks: list[int] = field(default_factory=list)
+    first: int = 0                 # the place of its first block
     slot: int = -1                 # row of the block table
     finished: bool = False
     whole_prompt: bool = False     # logits of all its rows are wanted: none may come from the cache uncomputed
@@ -96,11 +100,16 @@ class Scheduler:
     """
 
     def __init__(self, ledger: BlockLedger, limits: Limits, *, context_blocks: int, share: bool = True,
-                 continuous: bool = True) -> None:
-        """``context_blocks``: the most blocks that a sequence may have, the width of the block table."""
+                 continuous: bool = True, place: int = 0) -> None:
+        """``context_blocks``: the most blocks that a sequence may have, the width of the block table.
+
+        ``place``: this rank's; in ``block_table`` blocks at other places are -1. All else is alike on all ranks.
+        """
         self.ledger, self.limits, self.share, self.continuous = ledger, limits, share, continuous
+        self.place = place
         self.running: list[Sequence] = []                       # oldest first
         self.block_table = np.zeros((limits.max_batch, context_blocks), np.int32)
+        self.first = np.zeros(limits.max_batch, np.int32)       # the place of each row's first block
         self.preempted = 0               # times that a sequence gave back its blocks
         self.shared_positions = 0        # positions that were not computed because another sequence had done it
         self.computed_positions = 0      # rows of all steps
@@ -124,7 +133,7 @@ class Scheduler:
         for sequence in sequences:
             # The last generated token is never fed back, so its position needs no place
             sequence.need = blocks_for(len(sequence.prompt) + max(sequence.max_tokens - 1, 0), self.limits.block)
-            if sequence.need > self.ledger.n_blocks:
+            if sequence.need > self.ledger.n_blocks * self.ledger.width:
                 refused.setdefault(sequence.request.index, (sequence, sequence.need))
         last: Sequence | None = None
         for sequence in sequences:
@@ -132,10 +141,11 @@ class Scheduler:
                 continue
             assert sequence.need <= self.block_table.shape[1], \
                 f"{sequence.need} blocks, {self.block_table.shape[1]} are in the context"
+            sequence.first = first_place(sequence.prompt, sequence.sample, self.limits.block, self.ledger.width)
             if self.share:
-                same = last is not None and last.prompt is sequence.prompt and last.salt == sequence.salt
+                same = last is not None and last.prompt is sequence.prompt and self._salt(last) == self._salt(sequence)
                 sequence.keys = list(last.keys) if last is not None and same else prompt_keys(
-                    sequence.prompt, self.limits.block, sequence.salt)
+                    sequence.prompt, self.limits.block, self._salt(sequence))
             sequence.age, last = self._added, sequence
             self._added += 1
             heapq.heappush(self._waiting, (sequence.age, sequence))
@@ -156,12 +166,15 @@ class Scheduler:
         if self._waiting and self._slots and not self._no_room and (self.continuous or not self.running):
             self._admit()
         parts, budget, block = [], self.limits.prefill_chunk, self.limits.block
-        for sequence in self.running:          # a preemption shortens the list at its end, behind this sequence
+        at = 0
+        while at < len(self.running):          # a preemption shortens the list behind this sequence, or takes it away
+            sequence, at = self.running[at], at + 1
             start = sequence.computed
             missing = len(sequence.prompt) + len(sequence.generated) - start
             if missing == 1 and sequence.generated:
                 if start >= len(sequence.blocks) * block and not self._grow(sequence):
-                    break
+                    at -= 1
+                    continue
                 parts.append(Part(sequence, start, 1, True, True))
             elif budget:
                 assert missing > 0, "a sequence runs that has nothing left to compute"
@@ -190,11 +203,18 @@ class Scheduler:
             self.ledger.forget(sequence.blocks[len(sequence.prompt) // self.limits.block:])
             self._leave(sequence)
 
+    def _salt(self, sequence: Sequence) -> bytes:
+        """What its keys depend on beside the tokens: a short prompt may begin elsewhere than a longer one."""
+        return sequence.salt if self.ledger.width == 1 else sequence.salt + sequence.first.to_bytes(4, "little")
+
     # Admission
 
     def _admit(self) -> None:
         """Start waiting sequences, oldest first; move those aside that had better wait for a shared prefix."""
-        growing = sum(len(s.blocks) < s.need for s in self.running)
+        width = self.ledger.width
+        growing = [0] * width               # blocks that are kept free at each place
+        for running in self.running:
+            growing[(running.first + len(running.blocks)) % width] += len(running.blocks) < running.need
         looks = 4 * self.limits.max_batch          # bounds the time of a step; the others are looked at later
         while self._waiting and self._slots and looks:
             looks -= 1
@@ -207,12 +227,18 @@ class Scheduler:
                 continue
             count = blocks_for(sequence.length, self.limits.block)
             grows = count < sequence.need
-            if count - len(found) + grows + growing > self.ledger.n_free - self.ledger.n_idle(found):
+            if not self._has_room(sequence, found, count + grows, growing):
                 self._no_room = True
                 return
             heapq.heappop(self._waiting)
-            growing += grows
+            growing[(sequence.first + count) % width] += grows
             self._start(sequence, found, count)
+
+    def _has_room(self, sequence: Sequence, found: list[int], count: int, growing: list[int]) -> bool:
+        """Whether every place has room for its part of ``count`` blocks, of which ``found`` are there."""
+        ledger = self.ledger
+        return all(turns_of(place, sequence.first, len(found), count, ledger.width) + growing[place]
+                   <= ledger.free_at(place) - ledger.n_idle(found, place) for place in range(ledger.width))
 
     def _shared(self, sequence: Sequence) -> tuple[list[int], bytes | None]:
         """Blocks of the cache that it can begin with, and the key of the last one that others are computing for it."""
@@ -233,9 +259,10 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, found: list[int], count: int) -> None:
         self.ledger.share(found)
-        sequence.blocks = found + self.ledger.take(count - len(found))
+        sequence.blocks = found + self.ledger.take_turns(sequence.first, len(found), count)
         sequence.slot = self._slots.pop()
-        self.block_table[sequence.slot, :count] = sequence.blocks
+        self.block_table[sequence.slot, :count] = [self.ledger.at(block, self.place) for block in sequence.blocks]
+        self.first[sequence.slot] = sequence.first
         sequence.published = len(found)
         ready = len(found) * self.limits.block
         if ready:
@@ -250,20 +277,30 @@ class Scheduler:
     # Growth and preemption
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One block more for a running sequence, by preempting younger ones; False when it was itself the youngest."""
-        while not self.ledger.n_free:
-            youngest = self.running.pop()
-            assert youngest is not sequence or self.running, "a sequence alone does not fit the cache"
+        """One block more for a running sequence, by preempting younger ones; False when it was itself preempted."""
+        ledger, count = self.ledger, len(sequence.blocks)
+        place = (sequence.first + count) % ledger.width
+        while not ledger.free_at(place):
+            youngest = self._youngest(sequence, place)
+            assert youngest is not self.running[0], "a sequence alone does not fit the cache"
+            self.running.remove(youngest)
             self.preempted += 1
             self._leave(youngest)
             youngest.computed = 0
             heapq.heappush(self._waiting, (youngest.age, youngest))
             if youngest is sequence:
                 return False
-        block, = self.ledger.take(1)
-        self.block_table[sequence.slot, len(sequence.blocks)] = block
+        block, = ledger.take(1, place)
+        self.block_table[sequence.slot, count] = ledger.at(block, self.place)
         sequence.blocks.append(block)
         return True
+
+    def _youngest(self, sequence: Sequence, place: int) -> Sequence:
+        """The youngest running one that holds a block at the place, this one if that would be an older one."""
+        for other in reversed(self.running):
+            if other is sequence or turns_of(place, other.first, 0, len(other.blocks), self.ledger.width):
+                return other
+        raise AssertionError("it does not run")
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence's blocks and slot, and let go those that waited for what it was computing."""
@@ -281,7 +318,7 @@ class Scheduler:
         block = self.limits.block
         for at in range(sequence.published, sequence.computed // block):
             if at == len(sequence.keys):           # of generated tokens: for itself, when it is preempted
-                previous = sequence.keys[-1] if at else root_key(sequence.salt)
+                previous = sequence.keys[-1] if at else root_key(self._salt(sequence))
                 if at == len(sequence.prompt) // block and sequence.salt_behind:
                     previous = root_key(previous + sequence.salt_behind)
                 sequence.keys.append(chain(previous, sequence.tokens(at * block, at * block + block)))

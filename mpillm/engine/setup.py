@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from mpillm import kernels
 from mpillm.config import RunConfig, format_size
 from mpillm.engine import kvcache
-from mpillm.engine.blocks import blocks_for
+from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.cost import LayoutChoice
-from mpillm.engine.scheduler import Sequence
+from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import ResourceError, UsageError
-from mpillm.layers.attention import KVGather
+from mpillm.kernels import LayerCache
+from mpillm.layers.exchange import KVGather
 from mpillm.layers.linear import Reducer
 from mpillm.models import deepseek, registry
 from mpillm.models.config import ModelConfig
@@ -59,6 +60,9 @@ def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]
             raise UsageError(f"--mla {run.mla} is for models with latent attention (DeepSeek-V2, V3), and "
                              f"{model.architecture} has keys and values of each KV head: leave it out")
         return run, model
+    if run.kv_mode == "sharded":
+        raise UsageError("--kv-mode sharded is for models with keys and values of each KV head: for latent attention "
+                         "use redundant or allgather")
     mode = 3 if run.mla == "auto" else int(run.mla)
     if mode > 1 and run.kv_type_v != run.kv_type:
         raise UsageError(f"--kv-type-v {run.kv_type_v}: --mla {mode} caches no values, they are part of the latent row "
@@ -136,10 +140,30 @@ def _latent_values(c: ModelConfig, share: Share) -> int:
     return own + heads * (row + c.kv_rank + c.nope_dim + c.kv_rank)      # and what two products take of every head
 
 
-def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
+def cache_token_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> float:
+    """Bytes of the cache that a position takes on ``rank``, on the mean over many where they are sharded."""
+    return cache_block_bytes(run, model, split, rank) / (kernels.BLOCK * split.partition.places)
+
+
+def make_cache(run: RunConfig, model: ModelConfig, split: Split, rank: int, n_blocks: int) -> list[LayerCache]:
+    """The cache of ``rank``: ``n_blocks`` blocks of its KV heads."""
+    share, places = split.partition.shares[rank], split.partition.places
+    return kvcache.share_cache(run, model, share, n_blocks, (share.row_rank % places, places))
+
+
+def make_scheduler(run: RunConfig, split: Split, rank: int, n_blocks: int, context: int) -> Scheduler:
+    """The scheduler of ``rank``: ``n_blocks`` blocks on each rank, sequences of up to ``context`` positions."""
+    places = split.partition.places
+    return Scheduler(BlockLedger(n_blocks, places), Limits(run.max_batch, run.chunk, kernels.BLOCK),
+                     context_blocks=blocks_for(context, kernels.BLOCK), continuous=run.batching == "continuous",
+                     place=split.partition.shares[rank].row_rank % places)
+
+
+def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None,
+                     places: int = 1) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
 
-    ``threads`` of a rank; None: those that the kernels have here.
+    ``threads`` of a rank; None: those that the kernels have here. ``places``: over which the cache is sharded.
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
@@ -151,6 +175,10 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
     width = kvcache.form(model, share)[1]
     attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
+    if places > 1:       # the row's queries, keys and values, outputs over the positions here, own heads' of all places
+        in_row = share.kv_heads.size * (model.n_heads // model.n_kv_heads)
+        widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
+        widest += 2 * share.kv_heads.size * model.head_dim
     if model.mla == 3 and share.heads:
         attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), rows, run.attention_scratch)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
@@ -164,6 +192,11 @@ def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None
     if not block_bytes:
         return None
     return min(max(free // 2, 0) if run.kv_memory is None else run.kv_memory, max(free, 0)) // block_bytes
+
+
+def most_blocks(max_batch: int, positions: int, places: int) -> int:
+    """Blocks on each rank beyond which none is needed: all sequences have so many positions, and begin at one place."""
+    return max_batch * blocks_for(blocks_for(positions, kernels.BLOCK), places)
 
 
 def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
@@ -187,7 +220,7 @@ def other_modes(run: RunConfig, model: ModelConfig, split: Split) -> str:
 
 
 def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None], modes: str = "") -> int:
-    """The replica's number of blocks: what is wanted, or the least that one of its ranks affords.
+    """The number of blocks on each rank of the replica: what is wanted, or the least that one of its ranks affords.
 
     Raises ResourceError when a rank cannot hold a single block; ``modes``: what else would help.
     """

@@ -226,8 +226,11 @@ def _merge_core(paired: bool) -> Any:
 
 @policy.helper
 def _shards_part(part, parts, rows, shards, heads, size, parts_in, lses, part_step, part_stride, lse_step, lse_stride,
-                 out, out_stride):
-    """out = sum of exp(lse_i - lse) part_i over the shards in order, a thread its share of the heads of rows."""
+                 row_seq, first_block_at, out, out_stride):
+    """out = sum of exp(lse_i - lse) part_i over the shards in the order of their first blocks.
+
+    So it does not depend on where a sequence begins. A thread has its share of the heads of rows.
+    """
     for item in range(part * rows * heads // parts, (part + 1) * rows * heads // parts):
         m, h = item // heads, item % heads
         at, to, most, total = m * lse_stride + h, m * out_stride + h * size, np.float32(-np.inf), np.float32(0)
@@ -236,7 +239,8 @@ def _shards_part(part, parts, rows, shards, heads, size, parts_in, lses, part_st
         base = np.float32(0) if most == -np.inf else most
         for d in range(size):
             out[to + d] = 0
-        for shard in range(shards):
+        for turn in range(shards):
+            shard = (first_block_at[row_seq[m]] + turn) % shards
             lse = lses[shard * lse_step + at]
             if lse == -np.inf:
                 continue
@@ -303,7 +307,8 @@ def merge_operation(kv_type: str, kv_type_v: str) -> Operation:
 @lru_cache(None)
 def shards_operation() -> Operation:
     """What merges the shards of a cache, see Plan.merge_shards."""
-    return Operation(_shards_part, "merge_shards", (INT, INT, INT, INT, VECTOR, VECTOR, INT, INT, INT, INT, F32_1, INT))
+    return Operation(_shards_part, "merge_shards", (
+        INT, INT, INT, INT, VECTOR, VECTOR, INT, INT, INT, INT, INTS, INTS, F32_1, INT))
 
 
 __all__ = ["BLOCK", "Q8_BYTES", "QUERIES", "SPAN", "STRETCH", "attention_operation", "merge_operation", "padded",

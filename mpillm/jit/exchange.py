@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of one node, over shared memory: sums, gathers, broadcasts, new K and V columns.
+"""Exchanges between the ranks of one node, over shared memory: sums, gathers, broadcasts, columns of rows.
 
 Three arrays say where everything is; machine/segment.py makes them:
   flags  int64, shared: one cache line for each (rank, lane), how often that rank has come to a meeting there
@@ -43,8 +43,9 @@ HEADER = 2 * LINE
 # Places in a lane's line: meetings, exchanges, nanoseconds waited and spent in exchanges
 MEETINGS, TURNS, WAITED, SPENT = 0, 1, 2, 3
 #: what DOING names
-DOINGS = ("", "an all-reduce", "a gather", "a broadcast", "an exchange of K and V")
-ALL_REDUCE, _GATHER, _BROADCAST, _KV = 1, 2, 3, 4
+DOINGS = ("", "an all-reduce", "a gather", "a broadcast", "an exchange of K and V", "a merge of attention's parts")
+ALL_REDUCE, _GATHER, _BROADCAST, KV, MERGE = 1, 2, 3, 4, 5
+ARRAYS = 3                      # that swap_columns takes together, at most
 NAP, NAP_LIMIT = 20, 500        # microseconds of the first sleep and of the longest
 NAP_GROWTH = 1.25               # of each next sleep: oversleeping stays below a quarter of the wait
 LONGEST_STEP = 100_000_000      # ns that one look at the clock adds at most to the wait: a stopped process
@@ -229,50 +230,72 @@ def broadcast(part, parts, flags, slots, state, data, n):
 
 
 @policy.helper
-def _gather_lane(flags, slots, state, lane, plan, k, v, stride, k_out, v_out, out_stride, row, stop):
-    ranks, slot, width, step = state[RANKS], state[SLOT], plan[0], plan[1]
-    while row < stop:
-        count = min(step, stop - row)
-        half = _turn(state, lane)
-        mine = half + state[RANK] * slot
-        for m in range(count):
-            copy_bytes(slots, 4 * (mine + 2 * m * width), k, 4 * (row + m) * stride, 4 * width)
-            if v.size > 0:
-                copy_bytes(slots, 4 * (mine + (2 * m + 1) * width), v, 4 * (row + m) * stride, 4 * width)
-        if not _meet(flags, state, lane, _KV):
-            return
-        for other in range(ranks):
-            its_width, start, to, columns = plan[4 * other + 2], plan[4 * other + 3], plan[4 * other + 4], \
-                plan[4 * other + 5]
-            source = half + other * slot + start
-            for m in range(count if columns > 0 else 0):
-                target = 4 * ((row + m) * out_stride + to)
-                copy_bytes(k_out, target, slots, 4 * (source + 2 * m * its_width), 4 * columns)
-                if v_out.size > 0:
-                    copy_bytes(v_out, target, slots, 4 * (source + (2 * m + 1) * its_width), 4 * columns)
-        row += count
+def _put(slots, to, x, stride, row, low, width):
+    """Columns low ... low + width - 1 of a row into a slot."""
+    copy_bytes(slots, 4 * to, x, 4 * (row * stride + low), 4 * width)
 
 
 @policy.helper
-def gather_parts(part, parts, flags, slots, state, plan, k, v, stride, k_out, v_out, out_stride, rows):
-    """New K and V columns of a KV row's ranks to those that need them. A tape's core.
+def _swap_lane(flags, slots, state, lane, plan, x, x_stride, y, y_stride, z, z_stride, x_out, x_out_stride, y_out,
+               y_out_stride, z_out, z_out_stride, at, row, stop):
+    """One pass, whose figures begin at plan[at], for rows row ... stop - 1; False when a rank did not come."""
+    ranks, slot, step, doing = state[RANKS], state[SLOT], plan[at], plan[1]
+    own, others = at + 1, at + 1 + 2 * ARRAYS
+    rank = state[RANK]
+    width = plan[others + rank * (1 + 3 * ARRAYS)]
+    while row < stop:
+        count = min(step, stop - row)
+        half = _turn(state, lane)
+        for m in range(count):
+            to = half + rank * slot + m * width
+            _put(slots, to, x, x_stride, row + m, plan[own], plan[own + 1])
+            _put(slots, to + plan[own + 1], y, y_stride, row + m, plan[own + 2], plan[own + 3])
+            _put(slots, to + plan[own + 1] + plan[own + 3], z, z_stride, row + m, plan[own + 4], plan[own + 5])
+        if not _meet(flags, state, lane, doing):
+            return False
+        for other in range(ranks):
+            its = others + other * (1 + 3 * ARRAYS)
+            for m in range(count):
+                start = half + other * slot + m * plan[its]
+                if plan[its + 3] > 0:
+                    copy_bytes(x_out, 4 * ((row + m) * x_out_stride + plan[its + 2]), slots,
+                               4 * (start + plan[its + 1]), 4 * plan[its + 3])
+                if plan[its + 6] > 0:
+                    copy_bytes(y_out, 4 * ((row + m) * y_out_stride + plan[its + 5]), slots,
+                               4 * (start + plan[its + 4]), 4 * plan[its + 6])
+                if plan[its + 9] > 0:
+                    copy_bytes(z_out, 4 * ((row + m) * z_out_stride + plan[its + 8]), slots,
+                               4 * (start + plan[its + 7]), 4 * plan[its + 9])
+        row += count
+    return True
 
-    k, v f32: this rank's ``width`` columns of each row, rows ``stride`` elements apart; k_out, v_out f32: the
-    needed columns, rows ``out_stride`` apart. plan int64: own width, rows that fit a slot, then for each rank its
-    width, the first column wanted of it, where that goes, how many. Lanes take whole rows. v and v_out are empty where
-    there is one latent instead of K and V.
+
+@policy.helper
+def swap_columns(part, parts, flags, slots, state, plan, x, x_stride, y, y_stride, z, z_stride, x_out, x_out_stride,
+                 y_out, y_out_stride, z_out, z_out_stride, rows):
+    """Columns of rows from the ranks that have them to those that want them. A tape's core.
+
+    x, y, z f32: what this rank has of up to three arrays, x_out, y_out, z_out f32: what it wants of them, rows
+    ``..._stride`` elements apart. Lanes take whole rows. plan int64 (machine/swap.py makes it): how many passes, what
+    DOING names, then for each pass: rows that fit a slot; of each array the first column that this rank sends and how
+    many; of each rank the columns of a row in its slot, and of each array where in that row the wanted ones begin,
+    where they go in the row that is filled, and how many they are.
     """
     used = min(state[LANES], rows)
     if load_acquire(state, STATUS) != 0:
         return
+    size = 1 + 2 * ARRAYS + state[RANKS] * (1 + 3 * ARRAYS)
     for lane in range(part, used, parts):
         began = clock_ns()
-        _gather_lane(flags, slots, state, lane, plan, k, v, stride, k_out, v_out, out_stride,
-                     lane * rows // used, (lane + 1) * rows // used)
+        for i in range(plan[0]):
+            if not _swap_lane(flags, slots, state, lane, plan, x, x_stride, y, y_stride, z, z_stride, x_out,
+                              x_out_stride, y_out, y_out_stride, z_out, z_out_stride, 2 + i * size,
+                              lane * rows // used, (lane + 1) * rows // used):
+                return
         state[HEADER + LINE * lane + SPENT] += clock_ns() - began
 
 
-_run_reduce_rows, _run_all_reduce, _run_gather_parts = map(in_parts, (reduce_rows, all_reduce, gather_parts))
+_run_reduce_rows, _run_all_reduce, _run_swap_columns = map(in_parts, (reduce_rows, all_reduce, swap_columns))
 
 
 def run_reduce_rows(flags, slots, state, y_MH, x_MH, bias, weight, normed_MH, eps, threads):
@@ -308,9 +331,11 @@ def run_sum(out, parts_RN):
     sum_parts(out, 0, flat(parts_RN), 0, parts_RN.shape[1], parts_RN.shape[0], parts_RN.shape[1])
 
 
-def run_gather_parts(flags, slots, state, plan, k, v, stride, k_out, v_out, out_stride, rows, threads):
-    """gather_parts by itself."""
-    _run_gather_parts((flags, slots, state, plan, k, v, stride, k_out, v_out, out_stride, rows), threads)
+def run_swap_columns(flags, slots, state, plan, x, y, z, x_out, y_out, z_out, rows, threads):
+    """swap_columns by itself, of arrays without gaps between their rows."""
+    _run_swap_columns((flags, slots, state, plan, flat(x), x.shape[1], flat(y), y.shape[1], flat(z), z.shape[1],
+                       flat(x_out), x_out.shape[1], flat(y_out), y_out.shape[1], flat(z_out), z_out.shape[1], rows),
+                      threads)
 
 
 def time_reduce_rows(flags, slots, state, y_MH, x_MH, bias, weight, normed_MH, eps, times, threads):
@@ -332,13 +357,13 @@ SIGNATURES = {
     run_all_reduce: (*_MEMORY, VECTOR, INT),
     run_gather: (*_MEMORY, reads(types.uint8), BYTES, INT),
     run_broadcast: (*_MEMORY, BYTES, INT),
-    run_gather_parts: (*_MEMORY, WORDS, INPUT, INPUT, INT, VECTOR, VECTOR, INT, INT, INT),
+    run_swap_columns: (*_MEMORY, WORDS, *[ROWS] * ARRAYS, *[F32_2] * ARRAYS, INT, INT),
     run_meet: (WORDS, WORDS, INT),
     run_sum: (VECTOR, ROWS),
     time_reduce_rows: (*_ROWS, WORDS, INT),
 }
 #: what every run needs
-USUAL = (run_reduce_rows, run_all_reduce, run_gather, run_broadcast, run_gather_parts, run_meet, run_sum)
+USUAL = (run_reduce_rows, run_all_reduce, run_gather, run_broadcast, run_swap_columns, run_meet, run_sum)
 
 
 @lru_cache(None)
@@ -354,14 +379,14 @@ def reduce_operation() -> Operation:
 
 
 @lru_cache(None)
-def gather_operation() -> Operation:
-    """gather_parts in a tape."""
-    return Operation(gather_parts, "gather_parts", (
-        *_MEMORY, WORDS, INPUT, INPUT, INT, VECTOR, VECTOR, INT, INT))
+def swap_operation() -> Operation:
+    """swap_columns in a tape."""
+    return Operation(swap_columns, "swap_columns", (
+        *_MEMORY, WORDS, *[INPUT, INT] * ARRAYS, *[VECTOR, INT] * ARRAYS, INT))
 
 
 def warm_up() -> None:
     """Compile or load what every run needs."""
-    reduce_operation(), gather_operation()
+    reduce_operation(), swap_operation()
     for function in USUAL:
         exchange_kernel(function)

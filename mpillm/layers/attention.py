@@ -1,27 +1,20 @@
-"""Grouped-query attention over a cache in blocks, split along whole heads.
+"""Grouped-query attention over a cache in blocks, split along whole heads; the cache perhaps by positions.
 
-Shape suffixes: T rows of a step, H query heads and J KV heads that are held here, D head_dim.
+Shape suffixes: T rows of a step, H query heads and J KV heads that are held here, D head_dim; R query heads of a
+KV row, whose P ranks each hold a part of the positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from mpillm import kernels
 from mpillm.kernels import Heads, LayerCache
+from mpillm.layers.exchange import KVGather, record_swap
 from mpillm.layers.linear import ColumnLinear, RowLinear
 from mpillm.layers.norm import RMSNorm
-
-
-class KVGather(Protocol):
-    """Turns owned K/V columns into the whole heads that are needed here (`allgather`)."""
-
-    def run(self, k: np.ndarray, v: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def exchange_arguments(self) -> tuple[np.ndarray, ...] | None: ...
 
 
 @dataclass
@@ -52,40 +45,35 @@ class Attention:
             self.qkv[0].record_heads(plan, q_THD, h, norms, cache)
         else:
             q_THD, k_TJD, v_TJD = (y for i, part in enumerate(self.qkv) for y in part.record_each(plan, f"qkv {i}"))
+            # Norms and rotation come after the exchange, so that all modes do the same arithmetic.
+            if self.gather is not None and self.gather.width > 1:
+                self._record_shard(plan, self.gather, (q_THD, k_TJD, v_TJD), norms, cache)
+                self.output.record(plan, residual, norm, normed)
+                return
             if self.gather is not None:
-                k_TJD, v_TJD = self._exchange(plan, self.gather, k_TJD, v_TJD)
-            # Norms and rotation come after the exchange, so that both modes do the same arithmetic.
+                k_TJD, v_TJD = record_swap(plan, self.gather.gather, (k_TJD, v_TJD), ("whole_k", "whole_v"))
             if h.n_heads:
                 plan.rope_write(q_THD, k_TJD, v_TJD, h, norms, cache)
         if h.n_heads:
-            plan.attention(q_THD, h, cache, 1.0 / h.head_dim ** 0.5, self.window, self.output.input(plan))
+            plan.attention(q_THD, h, cache, self._scale, self.window, self.output.input(plan))
         self.output.record(plan, residual, norm, normed)
 
-    def _exchange(self, plan: kernels.Plan, gather: KVGather, k: np.ndarray,
-                  v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Raw projections to the ranks whose queries need them."""
-        needed = self.heads.n_kv_heads * self.heads.head_dim
-        whole_k, whole_v = plan.buffer("whole_k", needed), plan.buffer("whole_v", needed)
-        memory = gather.exchange_arguments()
-        if memory is not None and k.strides != v.strides:       # of products that stand apart
-            k, v = self._beside(plan, k, v)
-        if memory is not None:
-            plan.gather_columns(memory, k, v, whole_k, whole_v)
-            return whole_k, whole_v
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self.heads.head_dim ** 0.5
 
-        def exchange(rows: int) -> None:
-            parts = gather.run(np.ascontiguousarray(k[:rows]), np.ascontiguousarray(v[:rows]))
-            whole_k[:rows], whole_v[:rows] = parts
-
-        plan.call("exchange", exchange)
-        return whole_k, whole_v
-
-    def _beside(self, plan: kernels.Plan, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of k and v in one buffer."""
-        own, n = plan.buffer("own_kv", 2 * self.kv_columns), self.kv_columns
-
-        def copy(rows: int) -> None:
-            own[:rows, :n], own[:rows, n:] = k[:rows], v[:rows]
-
-        plan.call("exchange", copy)
-        return own[:, :n], own[:, n:]
+    def _record_shard(self, plan: kernels.Plan, row: KVGather, own: tuple[np.ndarray, ...], norms: kernels.HeadNorms,
+                      cache: LayerCache) -> None:
+        """All of the row's queries over the positions held here; then each rank merges its own heads' parts."""
+        assert row.merge is not None, "a sharded cache is merged"
+        group = row.heads // self.heads.n_kv_heads
+        starts = np.arange(0, row.heads, group, dtype=np.int32)
+        h = Heads(self.heads.head_dim, row.heads, starts, starts + np.int32(group))
+        q_TRD, k_TJD, v_TJD = record_swap(plan, row.gather, own, ("row_queries", "whole_k", "whole_v"))
+        plan.rope_write(q_TRD, k_TJD, v_TJD, h, norms, cache)
+        part_TRD, sums_TR = plan.buffer("part", row.heads * h.head_dim), plan.buffer("part_sums", row.heads)
+        plan.attention(q_TRD, h, cache, self._scale, self.window, part_TRD, sums_TR)
+        parts, sums = record_swap(plan, row.merge, (part_TRD, sums_TR), ("parts", "parts_sums"))
+        if self.heads.n_heads:
+            parts_PTHD, sums_PTH = (x.reshape(len(x), row.width, -1).swapaxes(0, 1) for x in (parts, sums))
+            plan.merge_shards(parts_PTHD, sums_PTH, self.output.input(plan))

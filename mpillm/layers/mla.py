@@ -23,7 +23,7 @@ import numpy as np
 
 from mpillm import kernels
 from mpillm.kernels import LatentHeads, LayerCache, PackedMatrix
-from mpillm.layers.attention import KVGather
+from mpillm.layers.exchange import KVGather, record_swap
 from mpillm.layers.linear import ColumnLinear, RowLinear
 from mpillm.layers.norm import RMSNorm
 
@@ -78,24 +78,9 @@ class LatentAttention:
             return parts
         # Norms come after the exchange, so that both modes do the same arithmetic.
         own, first = (parts, []) if self.query_rank else (parts[1:], parts[:1])
-        whole = plan.buffer("whole_latents", self.query_rank + self.heads.row)
-        self._exchange(plan, self.gather, own, whole)
-        return [*first, *([whole[:, :self.query_rank]] if self.query_rank else []), whole[:, self.query_rank:]]
-
-    def _exchange(self, plan: kernels.Plan, gather: KVGather, own: list[np.ndarray], whole: np.ndarray) -> None:
-        """This rank's columns of the latents, and all other ranks', to ``whole``."""
         columns = own[0] if len(own) == 1 else self._beside(plan, own)
-        memory = gather.exchange_arguments()
-        if memory is not None:
-            plan.gather_columns(memory, columns, None, whole, None)
-            return
-
-        def exchange(rows: int) -> None:
-            found, _ = gather.run(np.ascontiguousarray(columns[:rows]), None)
-            if self.heads.n_heads:          # else there is nothing that is needed here
-                whole[:rows] = found
-
-        plan.call("exchange", exchange)
+        whole, = record_swap(plan, self.gather.gather, [columns], ["whole_latents"])
+        return [*first, *([whole[:, :self.query_rank]] if self.query_rank else []), whole[:, self.query_rank:]]
 
     def _beside(self, plan: kernels.Plan, own: list[np.ndarray]) -> np.ndarray:
         """One product's parts as they stand; those of several products in one buffer."""

@@ -177,14 +177,17 @@ class Segment:
         exchange_kernel(exchange.run_broadcast)(*self.arguments, data, data.size)
         self.check()
 
-    def gather_parts(self, plan: np.ndarray, k: np.ndarray, v: np.ndarray, k_out: np.ndarray,
-                     v_out: np.ndarray) -> None:
-        """exchange.gather_parts of k, v [M, own columns] into k_out, v_out [M, needed], all contiguous."""
-        rows = len(k)
-        exchange_kernel(exchange.run_gather_parts)(
-            *self.arguments, plan, k.reshape(-1), v.reshape(-1), k.shape[1], k_out.reshape(-1), v_out.reshape(-1),
-            k_out.shape[1], rows, min(self._threads(), max(rows, 1)))
+    def swap_columns(self, plan: np.ndarray, arrays: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
+        """exchange.swap_columns of up to three arrays [M, own columns] into as many [M, wanted columns]."""
+        rows = len(arrays[0])
+        given, got = ([*own, *[np.zeros((0, 0), np.float32)] * (exchange.ARRAYS - len(own))] for own in (arrays, out))
+        whole = [np.ascontiguousarray(x) for x in got]
+        exchange_kernel(exchange.run_swap_columns)(*self.arguments, plan, *map(np.ascontiguousarray, given), *whole,
+                                                   rows, min(self._threads(), max(rows, 1)))
         self.check()
+        for target, filled in zip(got, whole, strict=True):
+            if target is not filled:
+                target[:] = filled
 
     def time_reduce(self, rows: int, n: int, repeats: int) -> np.ndarray:
         """Seconds of each of ``repeats`` reduce_rows of [rows, n], residual and norm included, back to back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.kernels import LatentHeads
-from mpillm.layers.attention import KVGather
+from mpillm.layers.exchange import KVGather
 from mpillm.layers.mla import LatentAttention, LatentMatrices
 from mpillm.layers.norm import RMSNorm
 from mpillm.models import latent_weights

@@ -12,8 +12,9 @@ import numpy as np
 
 from mpillm import kernels
 from mpillm.kernels import Heads, LayerCache, Rows
-from mpillm.layers.attention import Attention, KVGather
+from mpillm.layers.attention import Attention
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
+from mpillm.layers.exchange import KVGather
 from mpillm.layers.mla import LatentAttention
 from mpillm.layers.mlp import GatedMLP
 from mpillm.layers.moe import ExpertMLP

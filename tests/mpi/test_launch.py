@@ -77,6 +77,16 @@ def test_over_nodes(ranks, nodes):
     assert done.stdout.count("all exchanges are right") == 1
 
 
+@pytest.mark.parametrize("ranks, heads, kv_heads, kv_types", [
+    (2, 4, 1, ["f32", "bf16"]), (3, 6, 2, ["q8_0"]), (3, 3, 1, ["f32"]), (4, 9, 3, ["f16"]), (6, 9, 3, ["f32"]),
+    (8, 6, 2, ["f32"])])
+def test_a_sharded_cache(ranks, heads, kv_heads, kv_types):
+    """Rows of all ranks and of some, heads that straddle two ranks, ranks without query heads."""
+    done = launch(ranks, "shards.py", str(heads), str(kv_heads), *kv_types, limit=400)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shards are right") == 1
+
+
 def runs(process: str) -> bool:
     try:
         return b"failures.py" in Path(f"/proc/{process}/cmdline").read_bytes()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpillm.engine.blocks import BlockLedger, blocks_for, chain, prompt_keys, root_key
+from mpillm.engine.blocks import BlockLedger, blocks_for, chain, first_place, prompt_keys, root_key, turns_of
 
 MOVES = st.lists(st.tuples(st.sampled_from(["take", "publish", "share", "give", "forget"]), st.integers(0, 7),
                            st.integers(0, 7)), min_size=20, max_size=80)
@@ -20,19 +20,20 @@ MOVES = st.lists(st.tuples(st.sampled_from(["take", "publish", "share", "give", 
 class Twin:
     """What the ledger should know: holders and key of each block, and when it became idle."""
 
-    def __init__(self, n_blocks):
+    def __init__(self, each, width=1):
+        self.each, n_blocks = each, each * width
         self.holders = [0] * n_blocks
         self.keys = [None] * n_blocks
         self.idle_since = [None] * n_blocks
         self.clock = 0
 
-    def takeable(self):
-        """Blocks without a holder, in the order in which they are taken."""
-        loose = [b for b, n in enumerate(self.holders) if not n]
+    def takeable(self, place=0):
+        """Blocks of a place without a holder, in the order in which they are taken."""
+        loose = [b for b, n in enumerate(self.holders) if not n and b // self.each == place]
         return sorted(loose, key=lambda b: (self.keys[b] is not None, self.idle_since[b] or 0, b))
 
-    def take(self, count):
-        taken = self.takeable()[:count]
+    def take(self, count, place=0):
+        taken = self.takeable(place)[:count]
         for block in taken:
             self.holders[block], self.keys[block] = 1, None
         return taken
@@ -58,19 +59,21 @@ def key_of(number):
 
 
 @settings(max_examples=150, deadline=None)
-@given(moves=MOVES, n_blocks=st.integers(0, 12))
-def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
-    ledger, twin, held = BlockLedger(n_blocks), Twin(n_blocks), []
+@given(moves=MOVES, each=st.integers(0, 12), width=st.integers(1, 4))
+def test_the_ledger_is_its_obvious_twin(moves, each, width):
+    ledger, twin, held, n_blocks = BlockLedger(each, width), Twin(each, width), [], each * width
     for move, at, number in moves:
-        if move == "take" and number <= ledger.n_free:
-            taken = ledger.take(number)
-            assert taken == twin.take(number)
+        place = at % width
+        if move == "take" and number <= ledger.free_at(place):
+            taken = ledger.take(number, place)
+            assert taken == twin.take(number, place)
             held.append(taken)
         elif move == "share":
             keys = [key_of(number + i) for i in range(at)]
             found = ledger.find(keys, 3)
             assert found == twin.find(keys[:3])
-            assert ledger.n_idle(found) == sum(not twin.holders[b] for b in found)
+            for place in range(width):
+                assert ledger.n_idle(found, place) == sum(not twin.holders[b] for b in found if b // each == place)
             ledger.share(found)
             for block in found:
                 twin.holders[block] += 1
@@ -92,14 +95,19 @@ def test_the_ledger_is_its_obvious_twin(moves, n_blocks):
                     twin.keys[blocks[0]] = key_of(number)
         assert [ledger.holders(b) for b in range(n_blocks)] == twin.holders
         assert twin.holders == [sum(blocks.count(b) for blocks in held) for b in range(n_blocks)]
-        assert ledger.n_free == len(twin.takeable()) >= 0
+        for place in range(width):
+            assert ledger.free_at(place) == len(twin.takeable(place))
         for number in range(3):
             assert ledger.find([key_of(number)], 1) == twin.find([key_of(number)])
     for blocks in held:
         ledger.give_back(blocks)
         twin.give_back(blocks)
     assert ledger.n_free == n_blocks
-    assert ledger.take(n_blocks) == twin.take(n_blocks), "all can be taken, free ones first"
+    for place in range(width):
+        taken = ledger.take(each, place)
+        assert taken == twin.take(each, place), "all can be taken, free ones first"
+        assert [ledger.at(b, place) for b in taken] == [b - place * each for b in taken]
+        assert all(ledger.at(b, other) == -1 for b in taken for other in range(width) if other != place)
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
@@ -161,3 +169,24 @@ def test_keys_are_the_same_in_every_process():
 def test_blocks_hold_their_positions(positions, block):
     count = blocks_for(positions, block)
     assert count * block >= positions > (count - 1) * block or count == positions == 0
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 30), st.integers(0, 30), st.integers(0, 5))
+def test_blocks_go_round_the_places(width, first, start, more, place):
+    first, place = first % width, place % width
+    expected = sum((first + block) % width == place for block in range(start, start + more))
+    assert turns_of(place, first, start, start + more, width) == expected
+    ledger = BlockLedger(40, width)
+    taken = ledger.take_turns(first, start, start + more)
+    assert [ledger.place(block) for block in taken] == [(first + at) % width for at in range(start, start + more)]
+
+
+def test_the_first_place_follows_from_the_first_block():
+    ids = np.random.default_rng(1).integers(0, 1000, (600, 8)).astype(np.int32)
+    for width in (2, 3, 7):
+        found = [first_place(prompt, 0, 4, width) for prompt in ids]
+        assert min(np.bincount(found, minlength=width)) > 0.7 * 600 / width, "they pile up"
+        assert found == [first_place(np.append(prompt[:4], 99).astype(np.int64), 5, 4, width) for prompt in ids], \
+            "who could share the first block has it elsewhere"
+    assert sorted(first_place(ids[0, :3], sample, 4, 5) for sample in range(5)) == list(range(5))
+    assert first_place(ids[0], 3, 4, 1) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import direct
 import numba
@@ -18,6 +19,7 @@ from mpillm.jit import exchange, policy
 from mpillm.jit.isa import atomics
 from mpillm.machine import segment
 from mpillm.machine.segment import NOTHING, Segment
+from mpillm.machine.swap import Part, Swap
 
 EPS = 1e-5
 
@@ -122,25 +124,55 @@ def test_bytes_are_gathered_and_told(tmp_path, n, monkeypatch):
     together(tmp_path, 3, 2, act)
 
 
-def test_k_and_v_go_where_they_are_needed(tmp_path, monkeypatch):
-    """Three ranks with 5, 0 and 7 of 12 columns; rank 1 wants all, rank 0 its own and two more, rank 2 none."""
-    monkeypatch.setattr(segment, "SLOT_LIMIT", 4096)
-    k, v = unlike((2, 301, 12), 5)
-    widths, firsts, wanted = (5, 0, 7), (0, 5, 5), (range(0, 7), range(0, 12), range(0))
+@st.composite
+def swaps(draw):
+    """Ranks, and up to three arrays: who has which of their columns, and who wants which."""
+    ranks, made = draw(st.integers(1, 5)), []
+    for _ in range(draw(st.integers(1, 3))):
+        total, stacked = draw(st.integers(0, 40)), draw(st.booleans())
+        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+        owned = [(0, total)] * ranks if stacked else list(zip([0, *cuts], [*cuts, total], strict=True))
+        ends = [sorted(draw(st.tuples(st.integers(0, total), st.integers(0, total)))) for _ in range(ranks)]
+        wanted = [(0, total)] * ranks if draw(st.booleans()) else [tuple(pair) for pair in ends]
+        made.append(Part(tuple(owned), tuple(wanted), stacked))
+    return ranks, made
+
+
+@settings(max_examples=60, deadline=None)
+@given(swaps(), st.integers(1, 3), st.sampled_from([64, 256, 4096]), st.sampled_from([1, 2, 130]))
+def test_columns_go_where_they_are_wanted(tmp_path_factory, planned, lanes, slot, rows):
+    """Rows may be wider than a slot, arrays parts of wider ones."""
+    ranks, parts = planned
+    values = [unlike((ranks, rows, max(high for _, high in part.owned)), i) for i, part in enumerate(parts)]
 
     def act(memory, rank):
-        plan = [widths[rank], memory.slot_nbytes // (8 * 7)]
-        for width, first in zip(widths, firsts, strict=True):
-            taken = [c for c in wanted[rank] if first <= c < first + width]
-            plan += [width, taken[0] - first, taken[0] - wanted[rank].start, len(taken)] if taken else [width, 0, 0, 0]
-        own = slice(firsts[rank], firsts[rank] + widths[rank])
-        for rows in (1, 2, 301):
-            out = np.full((2, rows, len(wanted[rank])), np.nan, np.float32)
-            memory.gather_parts(np.array(plan), k[:rows, own].copy(), v[:rows, own].copy(), *out)
-            columns = slice(wanted[rank].start, wanted[rank].stop)
-            assert out[0].tobytes() == k[:rows, columns].tobytes() and out[1].tobytes() == v[:rows, columns].tobytes()
+        swap = Swap(SimpleNamespace(rank=rank, size=ranks, segment=memory), parts, exchange.KV)
+        given_ = [x[rank][:, part.owned[rank][0]:part.owned[rank][1]] for x, part in zip(values, parts, strict=True)]
+        for turn in range(2):
+            out = [np.full((rows, n + turn), np.nan, np.float32)[:, :n] for n in swap.got]
+            swap.run(given_, out)
+            for x, part, got in zip(values, parts, out, strict=True):
+                low, high = part.wanted[rank]
+                if part.stacked:
+                    expected = np.concatenate([x[other][:, low:high] for other in range(ranks)], axis=1)
+                else:
+                    owner = [next(r for r in range(ranks) if part.owned[r][0] <= c < part.owned[r][1])
+                             for c in range(low, high)]
+                    expected = np.array([x[r][:, c] for c, r in zip(range(low, high), owner, strict=True)]).T
+                assert got.tobytes() == expected.tobytes() or not got.size
 
-    together(tmp_path, 3, 2, act)
+    least, most = segment.SLOT_LEAST, segment.SLOT_LIMIT
+    segment.SLOT_LEAST = segment.SLOT_LIMIT = slot
+    try:
+        together(tmp_path_factory.mktemp("s"), ranks, lanes, act)
+    finally:
+        segment.SLOT_LEAST, segment.SLOT_LIMIT = least, most
+
+
+def test_columns_that_nobody_has_are_noticed():
+    group = SimpleNamespace(rank=0, size=2, segment=None)
+    with pytest.raises(AssertionError, match="2 columns that no rank has"):
+        Swap(group, [Part(((0, 3), (5, 9)), ((0, 9), (0, 9)))], exchange.KV)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):

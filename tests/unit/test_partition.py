@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpillm.collectives import row_parts
 from mpillm.errors import ResourceError, UsageError
 from mpillm.partition import (
     KV_MODES,
@@ -24,7 +24,6 @@ from mpillm.partition import (
     local_groups,
     partition,
     phase_bytes,
-    row_exchange,
     spread,
     step_bytes,
 )
@@ -87,10 +86,13 @@ def test_everything_is_owned_exactly_once(s, tp, mode):
 
 @quick
 @given(sizes(), RANKS, MODES)
-def test_a_rank_holds_the_kv_heads_of_its_queries_and_no_others(s, tp, mode):
+def test_a_rank_holds_the_kv_heads_of_its_queries_or_of_its_row(s, tp, mode):
     p = partition(s, tp, mode)
+    assert p.places == (p.width if mode == "sharded" else 1)
     for share in p.shares:
-        assert set(share.kv_heads.range()) == {h // (s.n_heads // s.n_kv_heads) for h in share.heads.range()}
+        serves = [share] if p.places == 1 else [p.shares[r] for r in p.row_ranks(share.row)]
+        assert set(share.kv_heads.range()) == {
+            h // (s.n_heads // s.n_kv_heads) for other in serves for h in other.heads.range()}
     assert {kv for share in p.shares for kv in share.kv_heads.range()} == set(range(s.n_kv_heads))
 
 
@@ -123,9 +125,9 @@ def test_redundant_computes_what_it_needs(s, tp):
 
 
 @quick
-@given(sizes(), RANKS)
-def test_allgather_computes_every_kv_column_once(s, tp):
-    p = partition(s, tp, "allgather")
+@given(sizes(), RANKS, st.sampled_from(["allgather", "sharded"]))
+def test_the_other_modes_compute_every_kv_column_once(s, tp, mode):
+    p = partition(s, tp, mode)
     assert_tiles([share.kv_columns for share in p.shares], s.n_kv_heads * s.head_dim)
     for row in range(p.rows):
         counts = [p.shares[r].kv_columns.size for r in p.row_ranks(row)]
@@ -135,10 +137,11 @@ def test_allgather_computes_every_kv_column_once(s, tp):
 @quick
 @given(sizes(), RANKS)
 def test_modes_coincide_where_rows_are_one_rank_wide(s, tp):
-    redundant, allgather = (partition(s, tp, mode) for mode in KV_MODES)
-    assert (redundant.shares == allgather.shares) or redundant.width > 1
-    for a, b in zip(redundant.shares, allgather.shares, strict=True):
+    redundant, allgather, sharded = (partition(s, tp, mode) for mode in KV_MODES)
+    assert (redundant.shares == allgather.shares == sharded.shares) or redundant.width > 1
+    for a, b, c in zip(redundant.shares, allgather.shares, sharded.shares, strict=True):
         assert (a.heads, a.kv_heads, a.row, a.row_rank) == (b.heads, b.kv_heads, b.row, b.row_rank)
+        assert (a.heads, a.row, a.row_rank, b.kv_columns) == (c.heads, c.row, c.row_rank, c.kv_columns)
 
 
 @pytest.mark.parametrize(("heads", "kv", "tp", "rows", "counts"), [
@@ -211,11 +214,11 @@ def test_no_unit_could_move_to_a_rank_with_less(s, tp):
 
 @quick
 @given(sizes(), RANKS)
-def test_both_modes_cut_columns_and_vocabulary_alike(s, tp):
-    """The order of every sum over ranks is the same in both, so that their results are, bit for bit."""
-    redundant, allgather = (partition(s, tp, mode) for mode in KV_MODES)
-    assert [(a.heads, a.columns, a.vocab) for a in redundant.shares] == \
-        [(a.heads, a.columns, a.vocab) for a in allgather.shares]
+def test_all_modes_cut_columns_and_vocabulary_alike(s, tp):
+    """The order of every sum over ranks is the same in all."""
+    redundant, allgather, sharded = ([(a.heads, a.columns, a.vocab) for a in partition(s, tp, mode).shares]
+                                     for mode in KV_MODES)
+    assert redundant == allgather == sharded
 
 
 @quick
@@ -273,7 +276,7 @@ def test_fewer_heads_are_made_up_for_by_columns():
                                                       (64, 41.9, 13.5)])
 def test_llama_70b_figures(tp, even_mb, extra):
     """K/V weights a rank in bf16, and what redundancy adds to the weight reads of a step, in per cent."""
-    redundant, even = (partition(LLAMA3_70B, tp, mode) for mode in KV_MODES)
+    redundant, even = (partition(LLAMA3_70B, tp, mode) for mode in KV_MODES[:2])
     kv_mb = [2 * p.shares[0].kv_columns.size * 8192 * 80 * 2 / 1e6 for p in (redundant, even)]
     assert kv_mb == pytest.approx([335.5, even_mb], abs=0.06)
     total = [sum(step_bytes(p, rank) for rank in range(tp)) for p in (redundant, even)]
@@ -308,46 +311,51 @@ def test_512_ranks(model, mode):
 @given(sizes(), RANKS, MODES)
 def test_the_exchange_delivers_what_redundant_would_compute(s, tp, mode):
     p = partition(s, tp, mode)
-    full = np.arange(s.n_kv_heads * s.head_dim)
-    plans = [row_exchange(p, rank) for rank in range(tp)]
-    for me in p.shares:
-        # Every rank cuts its messages out of what it computed itself, and nothing else
-        received = []
-        for place, other in enumerate(p.row_ranks(me.row)):
-            sender = p.shares[other]
-            message = plans[other].send[me.row_rank]
-            assert message == plans[me.rank].receive[place]
-            own = full[sender.kv_columns.start:sender.kv_columns.stop]
-            index = message.relative_to(sender.kv_columns.start) if message else Span(0, 0)
-            assert index.stop <= own.size
-            received.append(own[index.start:index.stop])
-        needed = full[me.kv_heads.start * s.head_dim:me.kv_heads.stop * s.head_dim]
-        np.testing.assert_array_equal(np.concatenate(received), needed)
+    before, after = row_parts(p, p.rows - 1)
+    assert bool(before) == (mode != "redundant" and p.width > 1) and bool(after) == (p.places > 1)
+    row = [p.shares[rank] for rank in p.row_ranks(p.rows - 1)]
+    for part in before[-2:]:                    # K and V
+        for receiver, me in enumerate(row):
+            found = []
+            for sender, other in enumerate(row):
+                start, count, to = part.message(sender, receiver)
+                assert not count or other.kv_columns.start <= start <= start + count <= other.kv_columns.stop
+                assert not count or to == len(found)
+                found += range(start, start + count)
+            assert found == list(me.kv_heads.times(s.head_dim).range())
 
 
 @quick
-@given(sizes(), RANKS, MODES)
-def test_the_kind_of_exchange_is_the_same_everywhere(s, tp, mode):
-    p = partition(s, tp, mode)
-    kinds = {row_exchange(p, rank).kind for rank in range(tp)}
-    everyone_needs_all = all(x.kv_heads.size * p.rows == s.n_kv_heads for x in p.shares)
-    if mode == "redundant" or p.width == 1:
-        assert kinds == {"none"}
-        for rank, share in enumerate(p.shares):
-            sent = [span for span in row_exchange(p, rank).send if span]
-            assert sent == ([share.kv_columns] if share.kv_columns else [])
-    else:
-        assert kinds == {"all_gather" if everyone_needs_all else "all_to_all"}
+@given(sizes(), RANKS)
+def test_shards_bring_all_queries_to_all_and_parts_to_their_heads(s, tp):
+    p = partition(s, tp, "sharded")
+    before, after = row_parts(p, 0)
+    if not after:
+        return
+    heads, row = s.n_heads // p.rows, [p.shares[rank] for rank in p.row_ranks(0)]
+    for place, share in enumerate(row):
+        assert [part.width(place) for part in before] == [
+            share.heads.size * s.head_dim, share.kv_columns.size, share.kv_columns.size]
+        assert [part.result(place) for part in before] == [
+            n * s.head_dim for n in (heads, share.kv_heads.size, share.kv_heads.size)]
+        assert [part.width(place) for part in after] == [heads * s.head_dim, heads]
+        assert [part.result(place) for part in after] == [
+            p.width * share.heads.size * n for n in (s.head_dim, 1)]
 
 
-def test_kinds_of_known_models():
-    assert row_exchange(partition(LLAMA3_70B, 32, "allgather"), 5).kind == "all_gather"
-    assert row_exchange(partition(LLAMA3_70B, 12, "allgather"), 5).kind == "all_to_all"
-    assert row_exchange(partition(SMOLLM2_135M, 5, "allgather"), 0).kind == "all_to_all"
-    assert row_exchange(partition(SMOLLM2_135M, 3, "allgather"), 0).kind == "none"
+def test_what_is_exchanged_in_known_models():
+    def all_need_all(p):
+        return row_parts(p, 0)[0][0].for_all
+
+    assert all_need_all(partition(LLAMA3_70B, 32, "allgather"))
+    assert not all_need_all(partition(LLAMA3_70B, 12, "allgather"))
+    assert not all_need_all(partition(SMOLLM2_135M, 5, "allgather"))
+    assert all_need_all(partition(SMOLLM2_135M, 5, "sharded"))
+    assert row_parts(partition(SMOLLM2_135M, 3, "allgather"), 0) == ((), ())
     # A rank without queries still computes its columns and sends them, but receives none
-    plan = row_exchange(partition(SMOLLM2_135M, 32, "allgather"), 31)
-    assert any(plan.send) and not any(plan.receive)
+    part = row_parts(partition(SMOLLM2_135M, 32, "allgather"), 0)[0][0]
+    assert any(part.message(31, other)[1] for other in range(32)) and part.result(31) == 0
+
 
 
 # Layout

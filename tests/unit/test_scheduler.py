@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpillm.engine.blocks import BlockLedger, blocks_for
+from mpillm.engine.blocks import BlockLedger, blocks_for, first_place
 from mpillm.engine.request import Request, Sampling
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 
@@ -20,8 +20,8 @@ def make(prompt, max_tokens, index=0, sample=0, salt=b"", whole=False):
     return Sequence(request, 0, sample, prompt, max_tokens, 0, salt=salt, whole_prompt=whole)
 
 
-def scheduler_of(n_blocks, max_batch=8, chunk=64, block=4, **options):
-    return Scheduler(BlockLedger(n_blocks), Limits(max_batch, chunk, block), context_blocks=64, **options)
+def scheduler_of(n_blocks, max_batch=8, chunk=64, block=4, width=1, **options):
+    return Scheduler(BlockLedger(n_blocks, width), Limits(max_batch, chunk, block), context_blocks=64, **options)
 
 
 class Machine:
@@ -39,9 +39,11 @@ class Machine:
         return [(sequence.salt, tuple(tokens[:p + 1])) for p in range(positions)]
 
     def cell(self, sequence, position):
-        block = self.scheduler.limits.block
-        assert self.scheduler.block_table[sequence.slot, position // block] == sequence.blocks[position // block]
-        return sequence.blocks[position // block], position % block
+        s, at = self.scheduler, position // self.scheduler.limits.block
+        stored = sequence.blocks[at]
+        assert s.block_table[sequence.slot, at] == s.ledger.at(stored, s.place)
+        assert s.ledger.place(stored) == (s.first[sequence.slot] + at) % s.ledger.width
+        return stored, position % s.limits.block
 
     def step(self):
         """Plan, check and run one step; its parts."""
@@ -51,8 +53,8 @@ class Machine:
         slots = [sequence.slot for sequence in s.running]
         assert len(set(slots)) == len(slots) and all(p.sequence in s.running for p in parts)
         holders = [b for sequence in s.running for b in sequence.blocks]
-        assert [s.ledger.holders(b) for b in range(s.ledger.n_blocks)] == [
-            holders.count(b) for b in range(s.ledger.n_blocks)]
+        total = s.ledger.n_blocks * s.ledger.width
+        assert [s.ledger.holders(b) for b in range(total)] == [holders.count(b) for b in range(total)]
         for part in parts:
             self.check(part)
         for part in parts:
@@ -111,13 +113,15 @@ def workload(shapes):
 
 @settings(max_examples=200, deadline=None)
 @given(shapes=st.lists(SHAPES, max_size=9), max_batch=st.integers(1, 5), chunk=st.integers(1, 20),
-       block=st.integers(1, 5), spare=st.integers(-1, 5), share=st.booleans(), continuous=st.booleans())
-def test_everything_ends_and_reads_only_its_own(shapes, max_batch, chunk, block, spare, share, continuous):
+       block=st.integers(1, 5), spare=st.integers(-1, 5), share=st.booleans(), continuous=st.booleans(),
+       width=st.integers(1, 4))
+def test_everything_ends_and_reads_only_its_own(shapes, max_batch, chunk, block, spare, share, continuous, width):
     work = workload(shapes)
     # A cache in which the longest sequence just fits, or just not
     most = max((blocks_for(len(s.prompt) + max(s.max_tokens - 1, 0), block) for _, _, s in work), default=1)
-    n_blocks = max(1, most + spare)
-    scheduler = scheduler_of(n_blocks, max_batch, chunk, block, share=share, continuous=continuous)
+    each = max(1, -(-(most + spare) // width))
+    n_blocks = each * width
+    scheduler = scheduler_of(each, max_batch, chunk, block, width, share=share, continuous=continuous)
     machine = Machine(scheduler, {id(s): end for _, end, s in work})
     refused = set()
     for now in range(8):            # requests come one by one, between steps
@@ -154,18 +158,58 @@ def test_everything_ends_and_reads_only_its_own(shapes, max_batch, chunk, block,
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes=st.lists(SHAPES, min_size=1, max_size=9), n_blocks=st.integers(4, 12))
-def test_ranks_that_never_speak_plan_the_same(shapes, n_blocks):
-    plans = []
-    for _ in range(2):
-        scheduler = scheduler_of(n_blocks, 4, 7, 2)
+@given(shapes=st.lists(SHAPES, min_size=1, max_size=9), n_blocks=st.integers(4, 12), width=st.integers(1, 3))
+def test_ranks_that_never_speak_plan_the_same(shapes, n_blocks, width):
+    plans, tables = [], []
+    for place in range(max(2, width)):
+        scheduler = scheduler_of(n_blocks, 4, 7, 2, width, place=place % width)
         sequences = [s for _, _, s in workload(shapes)]
         number = {id(s): i for i, s in enumerate(sequences)}
         scheduler.add(sequences)
         machine = Machine(scheduler).run_all()
         plans.append([[(number[id(p.sequence)], p.start, p.count, p.sequence.slot) for p in parts]
-                      for parts in machine.steps] + [scheduler.block_table.tolist()])
-    assert plans[0] == plans[1]
+                      for parts in machine.steps] + [scheduler.first.tolist()])
+        tables.append(scheduler.block_table)
+    assert all(plan == plans[0] for plan in plans)
+    assert width > 1 or (tables[0] == tables[1]).all()
+    # A block is at one place; what was never used is 0 everywhere
+    assert width == 1 or (((np.array(tables) >= 0).sum(0) == 1) | (np.array(tables) == 0).all(0)).all()
+
+
+def test_room_is_looked_for_where_the_blocks_fall():
+    """Sequences of one block at places 0, 1 and 1 of two, with pools of 2; the first may grow to place 1."""
+    prompts = {0: [], 1: []}
+    for index in range(50):
+        prompts[first_place(np.array([index] * 4), 0, 4, 2)].append([index] * 4)
+    scheduler = scheduler_of(2, width=2, share=False)
+    oldest, second, third = (make(prompt, new, i) for i, (prompt, new) in enumerate(
+        [(prompts[0][0], 8), (prompts[1][0], 1), (prompts[1][1], 1)]))
+    scheduler.add([oldest, second, third])
+    machine = Machine(scheduler)
+    assert [p.sequence for p in machine.step()] == [oldest, second], "the third would take what the first grows by"
+    assert [p.sequence for p in machine.step()] == [oldest, third]
+
+
+def test_who_is_preempted_holds_a_block_of_the_pool_that_is_short():
+    scheduler = scheduler_of(2, width=2, share=False)
+    for age, (first, blocks) in enumerate([(0, [0, 2]), (0, [1]), (1, [3])]):
+        sequence = make(4, 20, age)
+        sequence.age, sequence.first, sequence.blocks, sequence.slot = age, first, blocks, age
+        scheduler.running.append(sequence)
+    scheduler.ledger.take(2, 0), scheduler.ledger.take(2, 1)
+    oldest, second, third = scheduler.running
+    assert scheduler._grow(oldest) and oldest.blocks == [0, 2, 1], "place 0: of the second, not of the youngest"
+    assert scheduler.running == [oldest, third] and scheduler.waiting == [second] and scheduler.preempted == 1
+    assert scheduler._grow(third) is False, "place 0 belongs to an older one: it gives way itself"
+    assert scheduler.running == [oldest] and scheduler.waiting == [second, third]
+
+
+def test_a_sequence_longer_than_a_pool_goes_round_all():
+    scheduler = scheduler_of(3, width=3, share=False)
+    whole, more = make(20, 17, 0), make(20, 18, 1)
+    assert scheduler.add([whole, more]) == [(more, 10)]
+    Machine(scheduler).run_all()
+    assert whole.finished and whole.need == 9
 
 
 def test_a_full_cache_preempts_the_youngest_and_computes_no_row_twice_for_its_logits():

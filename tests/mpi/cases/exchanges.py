@@ -101,26 +101,55 @@ def small_arrays(replica) -> None:
     assert first is None or [int(f[0]) for f in first] == list(range(replica.tp))
 
 
-def kv_exchange(replica, heads: int, kv: int, size: int, rows: int) -> None:
+def kv_exchange(replica, heads: int, kv: int, size: int, rows: int, mode: str = "allgather") -> None:
     sizes = Sizes(hidden=64, n_layers=1, n_heads=heads, n_kv_heads=kv, head_dim=size, intermediate=64,
                   vocab=64)
-    split = partition(sizes, replica.tp, "allgather")
+    split = partition(sizes, replica.tp, mode)
     exchange = replica.row(split)
     assert (exchange is None) == (split.width == 1)
     assert replica.row(partition(sizes, replica.tp, "redundant")) is None
     if exchange is None:
         return
     share = split.shares[replica.rank]
+    if mode == "sharded":
+        shards(exchange, split, share, rows)
+        return
     redundant = partition(sizes, replica.tp, "redundant").shares[replica.rank]
-    assert share.kv_heads == redundant.kv_heads
+    assert share.kv_heads == redundant.kv_heads and exchange.merge is None and exchange.width == 1
     generator = np.random.default_rng([heads, kv, size])
     for m in (rows, 1, rows, 0):
-        k, v = generator.standard_normal((2, m, kv * size)).astype(np.float32)
+        both = generator.standard_normal((2, m, kv * size)).astype(np.float32)
         own = slice(share.kv_columns.start, share.kv_columns.stop)
-        got_k, got_v = exchange.run(np.ascontiguousarray(k[:, own]), v[:, own])
         wanted = slice(redundant.kv_heads.start * size, redundant.kv_heads.stop * size)
-        assert got_k.shape == got_v.shape == (m, wanted.stop - wanted.start) and got_k.dtype == np.float32
-        assert bits(got_k) == bits(k[:, wanted]) and bits(got_v) == bits(v[:, wanted])
+        room = np.full((2, m, wanted.stop - wanted.start + 3), np.nan, np.float32)
+        got = [room[0, :, :-3], np.ascontiguousarray(room[1, :, 3:])]
+        exchange.gather.run([both[0, :, own], np.ascontiguousarray(both[1, :, own])], got)
+        assert all(bits(x) == bits(y[:, wanted]) for x, y in zip(got, both, strict=True))
+        assert np.isnan(room[0, :, -3:]).all(), "written beside the columns"
+
+
+def shards(exchange, split, share, rows: int) -> None:
+    """Queries, keys and values of the row to all; parts of all to the ranks of their heads."""
+    size, row = split.sizes.head_dim, [split.shares[rank] for rank in split.row_ranks(share.row)]
+    assert (exchange.place, exchange.width) == (share.row_rank, split.width)
+    assert exchange.heads == sum(other.heads.size for other in row)
+    generator = np.random.default_rng([row[0].heads.start, size])
+    for m in (rows, 1, 0):
+        q = generator.standard_normal((m, exchange.heads * size)).astype(np.float32)
+        k, v = generator.standard_normal((2, m, share.kv_heads.size * size)).astype(np.float32)
+        mine = share.heads.relative_to(row[0].heads.start)
+        kv = share.kv_columns.relative_to(share.kv_heads.start * size)
+        got = [np.empty_like(x) for x in (q, k, v)]
+        exchange.gather.run([q[:, mine.start * size:mine.stop * size], k[:, kv.start:kv.stop], v[:, kv.start:kv.stop]],
+                            got)
+        assert all(bits(x) == bits(y) for x, y in zip(got, (q, k, v), strict=True))
+        parts = generator.standard_normal((split.width, m, exchange.heads * (size + 1))).astype(np.float32)
+        out, sums = parts[:, :, exchange.heads:], parts[:, :, :exchange.heads]
+        got = [np.empty((m, n), np.float32) for n in exchange.merge.got]
+        exchange.merge.run([out[share.row_rank], sums[share.row_rank]], got)
+        for x, y, width in ((got[0], out, size), (got[1], sums, 1)):
+            expected = y[:, :, mine.start * width:mine.stop * width].swapaxes(0, 1)
+            assert bits(x) == bits(np.ascontiguousarray(expected)), "parts in order of the places"
 
 
 def objects(world) -> None:
@@ -235,6 +264,7 @@ def over_nodes(world, nodes: str) -> None:
                     fused(replica)
                     small_arrays(replica)
                     kv_exchange(replica, 9, 3, 64, 300)
+                    kv_exchange(replica, 9, 3, 64, 300, "sharded")
                     kv_exchange(replica, 8, 8, 5, 3)
                 for rows, n in ((1, 576), (2, 33), (33, 1000), (67, 1000)):
                     parts = parts_of(rows * n, replica.tp).reshape(replica.tp, rows, n).copy()
@@ -297,8 +327,10 @@ def run(argv: list[str] | None) -> int:
         small_arrays(replica)
         for heads, kv in ((1, 1), (2, 1), (3, 1), (9, 3), (14, 2), (8, 8), (32, 8), (7, 1), (12, 4), (6, 6)):
             kv_exchange(replica, heads, kv, 5, 4)
+            kv_exchange(replica, heads, kv, 5, 4, "sharded")
         kv_exchange(replica, 9, 3, 64, 300)     # more rows than a slot takes at once
         kv_exchange(replica, 4, 1, 65536, 2)    # a row of columns larger than a slot
+        kv_exchange(replica, 4, 1, 65536, 2, "sharded")
     sums(world.split(world.size, 1, mode="mpi"))
     fused(world.split(world.size, 1, mode="mpi"))
     for tp in range(1, world.size + 1):         # replicas side by side, ranks left over
