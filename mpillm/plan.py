@@ -73,6 +73,7 @@ class Plan:
         self._n_blocks, self._shard = 0, (0, 1)
         self._angles: int | None = None
         self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
+        self.prompts = True     # rows of prompts may be in a step, not only generated ones
         self._branches: dict[int, dict[tuple, np.ndarray]] = {}
         self._ready = False
 

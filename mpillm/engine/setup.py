@@ -143,6 +143,7 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
+    rows += room_for(run.max_batch) if model.mla == 3 else 0        # steps without prompts have a plan of their own
     widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 64
     widest += _latent_values(model, share) if model.latent else 3 * (share.heads.size + 2) * model.head_dim
     own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
