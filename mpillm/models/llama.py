@@ -64,7 +64,7 @@ class Llama:
     fast: bool = False      # see kernels.Plan
     prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
     scratch: int = kernels.SCRATCH
-    _steps: dict[bool, _Step] = field(default_factory=dict, init=False, repr=False)     # by whether prompts may be in it
+    _steps: dict[bool, _Step] = field(default_factory=dict, init=False, repr=False)     # by whether prompts are in it
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
