@@ -78,7 +78,7 @@ def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: 
     """
     queries, keys = share.heads.size * model.head_dim, share.kv_columns.size
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-    layer = model.hidden * (2 * queries + 2 * keys + 3 * columns)
+    layer = model.hidden * (2 * queries + 2 * keys + 3 * round(columns))
     return Costs(weight_bytes - (0 if model.tied else embedding_bytes), block_bytes / block,
                  2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size, 4 * queries * model.n_layers,
                  model.windows)

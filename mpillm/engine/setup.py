@@ -100,11 +100,6 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
 
 
-def _columns(model: ModelConfig, share: Share) -> int:
-    """Columns of the widest feed-forward that a rank computes by itself, beside experts."""
-    return max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
-
-
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
     """Bytes that the largest step takes beside weights and cache: activations, and logits of all its rows.
 
@@ -112,7 +107,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.prefill_chunk + run.max_batch)
-    widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 3 * (share.heads.size + 2) * model.head_dim + 64
+    columns = max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
+    widest = 7 * model.hidden + 4 * columns + 3 * model.experts + 3 * (share.heads.size + 2) * model.head_dim + 64
     own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
