@@ -418,9 +418,9 @@ def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
     if weight_bytes is None:
         weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
     assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
+    columns = [f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns) for s in p.shares]
     return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
-             "kv_columns": str(s.kv_columns),
-             "columns": f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns), "vocab": str(s.vocab),
+             "kv_columns": str(s.kv_columns), "columns": columns[s.rank], "vocab": str(s.vocab),
              "weight_bytes": weight_bytes[s.rank],
              "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 

@@ -78,7 +78,7 @@ def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: 
     up; ``block_bytes``: of a cache block of ``block`` positions, all layers.
     """
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-    layer = registry.attention_products(model, share) + 3 * columns * model.hidden
+    layer = registry.attention_products(model, share) + 3 * round(columns) * model.hidden
     key, value = scored(model)
     return Costs(weight_bytes - (0 if model.tied else embedding_bytes), block_bytes / block,
                  2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size,

@@ -37,7 +37,7 @@ LOG = logging.getLogger("mpillm.bench")
 FAMILIES = ("gemm", "attention", "elementwise", "sampling", "exchange")
 #: operations of a plan -> family, where it has another name
 FAMILY_OF = {"linear": "gemm", "quantise": "elementwise", "norm": "elementwise", "rope": "elementwise",
-             "silu": "elementwise", "lookup": "elementwise"}
+             "silu": "elementwise", "lookup": "elementwise", "experts": "gemm", "latent": "gemm"}
 LIMIT_SECONDS = 0.3           # of measuring the machine's limits, before each test and after
 
 

@@ -126,11 +126,6 @@ def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: in
     return kvcache.share_block_bytes(run, model, split.partition.shares[rank])
 
 
-def _columns(model: ModelConfig, share: Share) -> int:
-    """Columns of the widest feed-forward that a rank computes by itself, beside experts."""
-    return max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
-
-
 def _latent_values(c: ModelConfig, share: Share) -> int:
     """Values of a row between the parts of latent attention."""
     heads, row = share.heads.size, c.kv_rank + c.rope_dim
@@ -167,7 +162,9 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     """
     threads = kernels.threads() if threads is None else threads
     rows = room_for(run.chunk + run.max_batch)
-    widest = 7 * model.hidden + 4 * _columns(model, share) + 3 * model.experts + 64
+    rows += room_for(run.max_batch) if model.mla == 3 else 0        # steps without prompts have a plan of their own
+    columns = max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
+    widest = 7 * model.hidden + 4 * columns + 3 * model.experts + 64
     widest += _latent_values(model, share) if model.latent else 3 * (share.heads.size + 2) * model.head_dim
     own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0

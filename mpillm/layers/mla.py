@@ -129,7 +129,7 @@ class LatentAttention:
         kernels.record_by_heads(plan, q_THD, h.query, h.nope, m.absorb, h.n_heads, absorbed, h.row, h.kv_rank, rows)
         plan.attention(absorbed, h.together, cache, self.scale, 0, found, generated=apart)
         kernels.record_by_heads(plan, found, h.kv_rank, h.kv_rank, m.values, h.n_heads, out, h.value, h.value, rows)
-        if m.keys is not None:
+        if m.keys is not None and plan.prompts:
             kernels.record_prompts(plan, q_THD, h, cache, kernels.PromptMatrices(m.keys, m.values), self.scale, out)
 
     def _expand(self, plan: kernels.Plan, cache: LayerCache, w: PackedMatrix, latents: np.ndarray) -> None:

@@ -65,7 +65,7 @@ class Llama:
     fast: bool = False      # see kernels.Plan
     prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
     scratch: int = kernels.SCRATCH
-    _step: _Step | None = field(default=None, init=False, repr=False)
+    _steps: dict[bool, _Step] = field(default_factory=dict, init=False, repr=False)     # by whether prompts are in it
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
@@ -73,18 +73,23 @@ class Llama:
 
         They are valid until the next call.
         """
-        step = self._step
+        prompts = not self.prompts_apart or rows.generated < len(rows.tokens)
+        step = self._steps.get(prompts)
         if step is None or step.cache is not cache or step.plan.capacity < len(rows.tokens):
-            self._past = self.seconds()
-            step = self._step = self._record(cache, room_for(len(rows.tokens)))
+            for kind, other in list(self._steps.items()):
+                if kind == prompts or other.cache is not cache:
+                    self._past = _added(self._past, other.plan.seconds())
+                    del self._steps[kind]
+            step = self._steps[prompts] = self._record(cache, room_for(len(rows.tokens)), prompts)
         self.embedding(rows.tokens, step.x[:len(rows.tokens)])
         step.plan.run(rows, wanted)
         self.embedding.reducer.check()
         return step.logits[:len(wanted)]
 
-    def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
+    def _record(self, cache: list[LayerCache], capacity: int, prompts: bool) -> _Step:
         """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
         plan, hidden = kernels.Plan(capacity, self.fast, self.scratch), self.embedding.hidden
+        plan.prompts = prompts
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
@@ -101,10 +106,14 @@ class Llama:
 
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the start."""
-        found = dict(self._past)
-        for family, seconds in (self._step.plan.seconds() if self._step is not None else {}).items():
-            found[family] = found.get(family, 0.0) + seconds
+        found = self._past
+        for step in self._steps.values():
+            found = _added(found, step.plan.seconds())
         return found
+
+
+def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {family: one.get(family, 0.0) + other.get(family, 0.0) for family in {**one, **other}}
 
 
 @dataclass

@@ -92,11 +92,11 @@ CASES = [
 ]
 # Of latent attention; what runs on them: test_latent.py
 LATENT_CASES = [
-    Case("latent_v3", old("deepseek_v3", (10, 10), 160, 300, **LATENT)),
-    Case("latent_v2", old("deepseek_v2", (10, 10), 160, 300, **LATENT_V2)),
+    Case("latent_v3", old("deepseek_v3", (10, 10), 160, 300, **LATENT), lengths=(17, 60)),
+    Case("latent_v2", old("deepseek_v2", (10, 10), 160, 300, **LATENT_V2), lengths=(1, 60)),
     Case("latent_yarn", old("deepseek_v3", (10, 10), 160, 300, **LATENT | {"attention_bias": True},
-                            rope_scaling=LATENT_YARN), bias=1.0),
+                            rope_scaling=LATENT_YARN), bias=1.0, lengths=(1, 80)),
     Case("latent_v2_yarn", old("deepseek_v2", (10, 10), 160, 300, **LATENT_V2 | {"q_lora_rank": 96},
-                               rope_scaling=LATENT_YARN)),
+                               rope_scaling=LATENT_YARN), dtype="BF16", lengths=(17, 60)),
 ]
 BY_NAME = {case.name: case for case in CASES}
