@@ -206,6 +206,7 @@ def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) ->
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
     return [*made, lambda: _cache_rows.rope_write_operation(*kv_types), lambda: _attention.merge_operation(*kv_types),
+            _attention.shards_operation,
             _attention.tiles_kernel, _tape.warm_up]
 
 
