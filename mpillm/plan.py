@@ -392,6 +392,11 @@ class Plan:
         values.update((cell.name, value) for cell, value in zip(names, given, strict=True))
         return tiles
 
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that attention's split has come to take."""
+        return self._room.nbytes
+
     def run_alone(self, rows: int) -> None:
         """Run where no operation knows of sequences or a cache."""
         self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
