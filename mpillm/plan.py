@@ -398,8 +398,10 @@ class Plan:
         return self._room.nbytes
 
     def run_alone(self, rows: int) -> None:
-        """Run where no operation knows of sequences or a cache."""
-        self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
+        """Run where no operation knows of a cache; rows are of one sequence, which begins at place 0."""
+        zeros, at = np.zeros(max(rows, 1), np.int32), _tape.address_of
+        self._run({"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros), "first": at(zeros)},
+                  _policy.threads())
 
     def _run(self, values: dict[str, int], parts: int) -> None:
         if not self._ready:
