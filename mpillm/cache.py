@@ -50,9 +50,14 @@ class Heads:
         return -(-self._largest // _attention.QUERIES)
 
     @property
+    def row_queries(self) -> int:
+        """Queries of a row that go through a cache block together, at most."""
+        return -(-self._largest // self.group_parts)
+
+    @property
     def most_queries(self) -> int:
-        """Queries that go through a cache block together, at most."""
-        return self.most_rows * -(-self._largest // self.group_parts)
+        """The same of all rows that do."""
+        return self.most_rows * self.row_queries
 
     @property
     def _largest(self) -> int:

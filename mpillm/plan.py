@@ -48,7 +48,9 @@ class _Tiling:
     heads: Heads
     width: int          # values of an output in the threads' room
 
-    def cells(self, *names: str) -> tuple[_tape.Cell, ...]:
+    def cells(self) -> tuple[_tape.Cell, ...]:
+        """Of the tiles, their number, stretches of a piece, pieces, queries of a piece in the room, and the room."""
+        names = ("tiles", "n_tiles", "run", "pieces", "queries", "room")
         return tuple(_tape.Cell(f"{name} {self.number}") for name in names)
 
 
@@ -304,7 +306,7 @@ class Plan:
         tiling, cell = self._tiling(heads, cache.values is None), _tape.Cell
         written = (out, _stride(out), _NOTHING if lse is None else lse, 0 if lse is None else _stride(lse))
         form = (heads.starts, heads.stops, heads.n_kv_heads, heads.group_parts, heads.most_queries, heads.value_dim,
-                tiling.width, window, cell("positions"), *tiling.cells("tiles", "n_tiles", "run", "pieces", "room"))
+                tiling.width, window, cell("positions"), *tiling.cells())
         self.tape.add("attention", _attention.attention_operation(*cache.types), q, _stride(q), *written,
                       *cache.arguments(), cell("sequences"), cell("table"), cell("table_width"), cell("first"),
                       *cache.shard, scale, heads.head_dim, *form)
@@ -375,7 +377,8 @@ class Plan:
         heads, at = tiling.heads, _tape.address_of
         tiles, n_tiles = self._tiles_of(rows, first, heads.most_rows)
         stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
-        each = n_tiles * heads.n_kv_heads * heads.group_parts * heads.most_queries * (tiling.width + 2)
+        queries = int(np.diff(tiles[:n_tiles + 1]).max(initial=1)) * heads.row_queries
+        each = n_tiles * heads.n_kv_heads * heads.group_parts * queries * (tiling.width + 2)
         run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
         if parts > 1 and stretches > 1 and items < CROWD * parts:
             # Single stretches where their sums fit the room, else spans of them, else all by one thread.
@@ -387,9 +390,8 @@ class Plan:
                 run, pieces = 0, 1
         if run and self._room.size < each * pieces:
             self._room = np.empty(each * pieces, np.float32)
-        given = (at(tiles), n_tiles, run, pieces, at(self._room))
-        names = tiling.cells("tiles", "n_tiles", "run", "pieces", "room")
-        values.update((cell.name, value) for cell, value in zip(names, given, strict=True))
+        given = (at(tiles), n_tiles, run, pieces, queries, at(self._room))
+        values.update((cell.name, value) for cell, value in zip(tiling.cells(), given, strict=True))
         return tiles
 
     @property

@@ -123,10 +123,10 @@ def _attention_core(kv_type: str, kv_type_v: str) -> Any:
     def attention_part(part, parts, q_in, q_stride, out, out_stride, lse, lse_stride, k_cache, k_words, v_cache,
                        v_words, row_seq, table, table_width, first_block_at, place, shards, scale, size, head_start,
                        head_stop, kv_heads, group_parts, most_queries, v_size, width, window, positions, tiles, n_tiles,
-                       run, pieces, room):
+                       run, pieces, room_queries, room):
         """A thread's share of the (tile of rows, KV head, part of its group), or with ``run`` of their stretches too.
 
-        ``run`` stretches are a piece. Then ``room`` [tiles, kv_heads, group_parts, pieces, most_queries, width + 2]
+        ``run`` stretches are a piece. Then ``room`` [tiles, kv_heads, group_parts, pieces, room_queries, width + 2]
         gets their sums, most and total last; else ``out`` gets the merged heads.
         """
         q, codes = np.empty(most_queries * size, np.float32), np.empty(most_queries * size if quantised else 0, np.int8)
@@ -160,7 +160,7 @@ def _attention_core(kv_type: str, kv_type_v: str) -> Any:
                 if quantised:
                     quantise_row(q, i * size, size, codes, i * size, code_scales, i * (size // 32), code_sums,
                                  i * (size // 16))
-            to = ((pair * group_parts + g) * pieces + piece) * most_queries
+            to = ((pair * group_parts + g) * pieces + piece) * room_queries
             for stretch in range(first, last + 1):
                 stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, row_seq[row], j, kv_heads,
                                   k_cache, k_words, v_cache, v_words, table, table_width, first_block_at, place, shards,
@@ -193,14 +193,14 @@ def _keep(room, at, most, total, acc, start, width):
 def _merge_core(paired: bool) -> Any:
     @policy.helper
     def merge_part(part, parts, out, out_stride, lse, lse_stride, head_start, head_stop, kv_heads, group_parts,
-                   most_queries, v_size, width, window, positions, tiles, n_tiles, run, pieces, room):
+                   most_queries, v_size, width, window, positions, tiles, n_tiles, run, pieces, room_queries, room):
         """After a split: a thread's share of the merged heads, the pieces of each in order."""
         if not run:
             return
         acc, most, total = np.empty(width, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
         span, span_most, span_total = np.empty(width, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
-        for item in range(part, n_tiles * kv_heads * group_parts * most_queries, parts):
-            i, g, pair = item % most_queries, item // most_queries % group_parts, item // most_queries // group_parts
+        for item in range(part, n_tiles * kv_heads * group_parts * room_queries, parts):
+            i, g, pair = item % room_queries, item // room_queries % group_parts, item // room_queries // group_parts
             row, j = tiles[pair // kv_heads], pair % kv_heads
             rows, begin, heads = tiles[pair // kv_heads + 1] - row, positions[row], head_stop[j] - head_start[j]
             head = head_start[j] + g * heads // group_parts
@@ -211,7 +211,7 @@ def _merge_core(paired: bool) -> Any:
             first, last = seen // STRETCH // run, (begin + rows - 1) // STRETCH // run
             of_span = SPAN // run
             for piece in range(first, last + 1):
-                at = (((pair * group_parts + g) * pieces + piece) * most_queries + i) * (width + 2)
+                at = (((pair * group_parts + g) * pieces + piece) * room_queries + i) * (width + 2)
                 _fold(piece == first or piece % of_span == 0, span_most, span_total, span, 0, room[at + width],
                       room[at + width + 1], room, at, width)
                 if piece == last or (piece + 1) % of_span == 0:
@@ -282,7 +282,7 @@ def make_tiles(row_seq, positions, table, table_width, n_sequences, n_blocks, fi
 INT, REAL = types.intp, types.float32
 INTS, TILES = reads(types.int32), types.int64[::1]
 _WRITTEN = (F32_1, INT, F32_1, INT)
-_FORM = (INTS, INTS, INT, INT, INT, INT, INT, INT, INTS, TILES, INT, INT, INT, F32_1)
+_FORM = (INTS, INTS, INT, INT, INT, INT, INT, INT, INTS, TILES, INT, INT, INT, INT, F32_1)
 
 
 @lru_cache(None)
