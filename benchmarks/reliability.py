@@ -230,10 +230,11 @@ def torment(tally: Tally, folder: Path, mpirun: str, shapes: list[int], options:
     tally.prompts += len(expected)
 
 
-def undisturbed(folder: Path, mpirun: str, options: list[str]) -> tuple[tuple[float, float], list[tuple[int, Any]]]:
-    """((seconds until it runs, seconds until it ends), results) of a run on two ranks that nobody disturbs."""
+def undisturbed(folder: Path, mpirun: str, options: list[str],
+                ranks: int = 2) -> tuple[tuple[float, float], list[tuple[int, Any]]]:
+    """((seconds until it runs, seconds until it ends), results) of a run that nobody disturbs."""
     results = folder / "out.results.jsonl"
-    job = Job(mpirun, 2, folder / "out.h5", [*options, "--results", str(results)])
+    job = Job(mpirun, ranks, folder / "out.h5", [*options, "--results", str(results)])
     start, began = job.await_begin(), time.monotonic()
     code = job.end(600)
     assert code == 0, (folder / "out.log").read_text()[-3000:]

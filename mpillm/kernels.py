@@ -216,7 +216,8 @@ def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) ->
             functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
-    return [*made, lambda: _attention.merge_operation(*kv_types), _attention.tiles_kernel, _tape.warm_up]
+    return [*made, lambda: _attention.merge_operation(*kv_types), _attention.shards_operation, _attention.tiles_kernel,
+            _tape.warm_up]
 
 
 def _fused_with_cache(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:

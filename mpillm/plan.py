@@ -414,8 +414,10 @@ class Plan:
         return self._room.nbytes
 
     def run_alone(self, rows: int, **more: int) -> None:
-        """Run where no operation knows of sequences or a cache; ``more``: values of cells of the caller's own."""
-        self._run({"rows": rows, "wanted": rows, "chosen": 0, **more}, _policy.threads())
+        """Run where none knows of a cache, rows of one sequence that begins at place 0; ``more``: values of own cells."""
+        zeros, at = np.zeros(max(rows, 1), np.int32), _tape.address_of
+        self._run({"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros), "first": at(zeros), **more},
+                  _policy.threads())
 
     def _run(self, values: dict[str, int], parts: int) -> None:
         if not self._ready:

@@ -28,6 +28,8 @@ OPTIONS = ("weights", "kv_type", "kv_type_v", "mla", "fast", "moe_split", "wire"
 def identity(settings: RunConfig, model: ModelConfig, checkpoint: Any, template: bytes | None) -> dict[str, Any]:
     """What must be the same in every attempt, as JSON has it; ``template``: the chat template that was given."""
     options = {name: getattr(settings, name) for name in OPTIONS}
+    # redundant and allgather have the same bits
+    options["kv_mode"] = "sharded" if settings.kv_mode == "sharded" else "redundant or allgather"
     given = None if template is None else hashlib.blake2b(template, digest_size=16).hexdigest()
     made = {"version": VERSION, "model": _digest_of_model(model, checkpoint), "options": options,
             "chat template": given}

@@ -43,7 +43,7 @@ def stop(folder: Path, code: int, words: tuple[str, ...], *arguments, model: Pat
 @pytest.mark.parametrize("arguments, words", [
     (["--tp", 3], ("tp 3", "2")),
     (["--weights", "int3"], ("int3", "q8_0")),
-    (["--kv-mode", "sharded"], ("sharded", "allgather")),
+    (["--kv-mode", "rows"], ("rows", "allgather", "sharded")),
     (["--max-batch", 0], ("max-batch", "0")),
     (["--temperature", "-1"], ("temperature", "-1")),
     (["--nonsense"], ("--nonsense",)),

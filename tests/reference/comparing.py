@@ -11,7 +11,6 @@ from program import EXACT, Outputs, run
 from recorded import Recorded, relative_error
 
 TOLERANCE = 2e-5
-MODES = ("redundant", "allgather")
 
 
 def lines_of(prompts: Iterable[Recorded]) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ def test_fresh_weights_and_prompts(name, ranks, tmp_path):
     if ranks in (4, 5):
         allgather = run_case(tmp_path, folder, prompts, ranks, "allgather")
         check(allgather, prompts)
+        check(run_case(tmp_path, folder, prompts, ranks, "sharded"), prompts)
         same_bits(redundant, allgather, [f"p{i}" for i in range(len(prompts))])
 
 

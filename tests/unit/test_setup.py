@@ -13,8 +13,10 @@ import pytest
 from made_models import random_tensors, tiny, write_folder
 
 from mpillm import io, kernels
+from mpillm.collectives import row_parts
 from mpillm.config import RunConfig
 from mpillm.engine import kvcache, setup
+from mpillm.engine.estimate import Asked, Dense, Mode
 from mpillm.errors import ModelError, OutputError, ResourceError, UsageError
 from mpillm.kernels import Rows
 from mpillm.models import registry
@@ -36,6 +38,21 @@ class _Alone:
 
     def all_reduce(self, array):
         pass
+
+
+class _Silent:
+    """The exchange of a KV row whose other ranks say nothing but ones."""
+
+    def __init__(self, split: Partition, rank: int) -> None:
+        me = split.shares[rank]
+        self.place, self.width, self.heads = me.row_rank, split.places, split.sizes.n_heads // split.rows
+        self.gather, self.merge = (SimpleNamespace(
+            got=[part.result(me.row_rank) for part in parts], run=self.run, exchange_arguments=lambda: None)
+            for parts in row_parts(split, me.row))
+
+    def run(self, arrays, out):
+        for x in out:
+            x[:] = 1
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +172,29 @@ def test_a_cache_block_holds_keys_and_values_of_all_layers(opened, kv_type, each
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache) == 3 * found[0]
 
 
+@pytest.mark.parametrize("tp, width", [(2, 1), (3, 3), (4, 2), (6, 3), (8, 4)])
+@pytest.mark.parametrize("kv_type, kv_type_v", [("f32", ""), ("bf16", "f32")])
+def test_a_sharded_cache_takes_width_times_less_for_a_token(opened, tp, width, kv_type, kv_type_v):
+    model, run = opened[0], asked(tp=tp, kv_mode="sharded", kv_type=kv_type, **{"kv_type_v": kv_type_v or kv_type})
+    split = setup.choose_split(run, *opened, tp, PLENTY)
+    planned = Dense(*opened, "auto").plan(
+        Asked(context=1000, batch=3, threads=1, kv_type=kv_type, kv_type_v=kv_type_v or kv_type), tp, Mode("sharded"))
+    assert split.partition.places == width
+    n_blocks = setup.most_blocks(3, 1000, width)
+    assert n_blocks == 3 * -(-16 // width)
+    each = {"f32": 4, "bf16": 2}
+    for rank in range(tp):
+        cache = setup.make_cache(run, model, split, rank, n_blocks)
+        allocated = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
+        assert {layer.shard for layer in cache} == {(rank % width, width)}
+        of_row = split.partition.shares[rank].kv_heads.size
+        assert of_row == 2 // split.partition.rows
+        per_token = 2 * of_row * 16 * (each[kv_type] + each[kv_type_v or kv_type]) / width
+        assert allocated == per_token * width * n_blocks * kernels.BLOCK == planned.ranks[rank].cache_bytes
+        assert setup.cache_token_bytes(run, model, split, rank) == per_token
+        assert planned.ranks[rank].kv_bytes_per_token == int(per_token)
+
+
 def test_a_rank_without_heads_needs_no_cache(opened):
     split = setup.choose_split(asked(tp=8), *opened, 8, PLENTY)
     idle = [rank for rank, share in enumerate(split.partition.shares) if not share.heads]
@@ -207,12 +247,15 @@ def peak_of_a_step(opened, split: Partition, rank: int, count: int) -> int:
     """Bytes that one forward pass of ``count`` prompt rows allocates at most, all logits wanted."""
     model, weights = opened
     share = split.shares[rank]
-    built = setup.load_model(asked(), model, weights, SimpleNamespace(partition=split), rank, _Alone(), None).model
+    own, row = SimpleNamespace(partition=split), _Silent(split, rank) if split.places > 1 else None
+    built = setup.load_model(asked(), model, weights, own, rank, _Alone(), row).model
     blocks = -(-count // kernels.BLOCK)
-    cache = kvcache.allocate("bf16", model.n_layers, blocks, share.kv_heads.size, model.head_dim)
+    cache = setup.make_cache(asked(), model, own, rank, blocks)
+    table = np.arange(blocks, dtype=np.int32)
+    table[table % split.places != share.row_rank % split.places] = -1
     positions = np.arange(count)
     rows = Rows(positions % model.vocab, positions.astype(np.int32), np.zeros(count, np.int32),
-                np.arange(blocks, dtype=np.int32)[None], *built.rope.rows(positions, positions + 1))
+                table[None], *built.rope.rows(positions, positions + 1))
     built(rows, cache, positions)            # compiles what is missing
     built._steps.clear()                      # a plan is a step's memory: record it anew
     tracemalloc.start()
@@ -223,12 +266,12 @@ def peak_of_a_step(opened, split: Partition, rank: int, count: int) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_a_step_takes_no_more_than_was_set_aside(opened, tp):
+@pytest.mark.parametrize("tp, kv_mode", [(1, "redundant"), (3, "redundant"), (3, "sharded"), (8, "sharded")])
+def test_a_step_takes_no_more_than_was_set_aside(opened, tp, kv_mode):
     run = asked(prefill_chunk=400, max_batch=1)
-    split = partition(registry.sizes(*opened, "auto"), tp)
-    for rank in range(tp):
-        planned = setup.activation_bytes(run, opened[0], split.shares[rank])
+    split = partition(registry.sizes(*opened, "auto"), tp, kv_mode)
+    for rank in range(min(tp, 4)):
+        planned = setup.activation_bytes(run, opened[0], split.shares[rank], places=split.places)
         used = peak_of_a_step(opened, split, rank, 400)
         assert used <= planned, (rank, used, planned)
         assert used > planned / 4, "what is set aside has something to do with what is used"
