@@ -414,7 +414,7 @@ class Plan:
         return self._room.nbytes
 
     def run_alone(self, rows: int, **more: int) -> None:
-        """Run where none knows of a cache, rows of one sequence that begins at place 0; ``more``: values of own cells."""
+        """Run where none knows of a cache, rows of one sequence from place 0 on; ``more``: values of own cells."""
         zeros, at = np.zeros(max(rows, 1), np.int32), _tape.address_of
         self._run({"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros), "first": at(zeros), **more},
                   _policy.threads())

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=_positive, metavar="C", help="positions of each sequence (default 4096)")
     p.add_argument("--batch", type=_positive, default=32, metavar="B",
                    help="sequences that a replica runs together (default 32)")
-    p.add_argument("--prefill-chunk", type=_positive, default=512, metavar="N", help="as for run (default 512)")
+    p.add_argument("--prefill-chunk", type=_positive, metavar="N", help="as for run (default 512; --mla auto: 4096)")
     p.add_argument("--threads-per-rank", type=_positive, default=1, metavar="T",
                    help="each has some scratch memory (default 1)")
     p.add_argument("--memory-per-rank", type=_size, metavar="SIZE", help="bytes that a rank has, such as 16GiB")
@@ -60,11 +60,14 @@ def parser() -> argparse.ArgumentParser:
                    help="in memory (default auto: as the model states them); a recipe as for run")
     p.add_argument("--tie-embeddings", action="store_true", help="as for run")
     p.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
+    p.add_argument("--moe-split", choices=config.MOE_SPLITS, default="auto", help="as for run")
     p.add_argument("--kv-type", choices=config.KV_TYPES, default="bf16", help="as for run (default bf16)")
     p.add_argument("--kv-type-v", choices=config.KV_TYPES,
                    help="of values where they are apart: not in --mla 2 and 3 (default: --kv-type)")
     p.add_argument("--mla", choices=("auto", "0", "1", "2", "3"), default="auto",
                    help="how latent attention caches (default auto: 3)")
+    p.add_argument("--attention-scratch", type=_size, metavar="SIZE", default=config.RunConfig.attention_scratch,
+                   help="as for run (default 64MiB)")
     p.add_argument("--machine", metavar="FILE", help="what `mpillm bench machine --json FILE` measured on one node")
     p.add_argument("--bandwidth", type=_number, metavar="GB/s", help="what a node reads from memory")
     p.add_argument("--peak", type=_number, metavar="GFLOP/s", help="a node's arithmetic peak in the weights' format")
@@ -148,23 +151,24 @@ def _check(given: argparse.Namespace) -> None:
 
 def _asked(given: argparse.Namespace, subject: Subject) -> Asked:
     from mpillm.engine.estimate import Asked
+    from mpillm.engine.setup import decided
 
     if given.context is not None and given.context > subject.context:
         raise UsageError(f"--context {given.context} is beyond the model's {subject.context} positions")
     context = given.context or min(4096, subject.context)
-    return Asked(context, given.batch, given.prefill_chunk, given.threads_per_rank, given.weights, given.kv_type,
-                 given.kv_type_v or given.kv_type)
+    own = decided(config.RunConfig("", mla=given.mla, kv_mode=given.kv_mode, kv_type=given.kv_type,
+                                   kv_type_v=given.kv_type_v or given.kv_type, prefill_chunk=given.prefill_chunk),
+                  subject.model)[0]
+    return Asked(context, given.batch, own.chunk, given.threads_per_rank, given.weights, given.kv_type,
+                 given.kv_type_v or "", given.moe_split, given.attention_scratch)
 
 
 def _mode(given: argparse.Namespace, subject: Subject) -> Mode:
     from mpillm.engine.estimate import Mode
 
-    if subject.modes()[0].mla is not None:
-        return Mode(given.kv_mode, 3 if given.mla == "auto" else int(given.mla))
-    if given.mla != "auto":
-        raise UsageError(f"--mla {given.mla} is for models with latent attention (DeepSeek), {subject.name} has keys "
-                         "and values of each head: leave it out")
-    return Mode(given.kv_mode)
+    if not subject.model.latent:
+        return Mode(given.kv_mode)
+    return Mode(given.kv_mode, 3 if given.mla == "auto" else int(given.mla))
 
 
 def _table(subject: Subject, asked: Asked, given: argparse.Namespace, mode: Mode) -> list[Planned]:

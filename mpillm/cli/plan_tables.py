@@ -20,14 +20,13 @@ def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespa
             table: Sequence[Planned], speeds: Sequence[Speed] | None,
             types: dict[str, dict[str, int | None]]) -> dict[str, Any]:
     """All figures; bytes, seconds, tokens/s. ``predicted`` is left to the caller."""
-    missing = [subject.unsupported] if subject.unsupported else []
     memory = given.memory_per_rank
     return {
         "model": {"name": subject.name, **subject.figures()}, "weights": list(subject.formats), "weights_from": source,
         "ranks": given.ranks, "tp": chosen.tp, "dp": given.ranks // chosen.tp, "kv_mode": chosen.mode.kv_mode,
         "mla": chosen.mode.mla, "modes_alike": chosen.alike,
-        "kv_type": asked.kv_type, "kv_type_v": asked.kv_type_v, "context": asked.context,
-        "batch": asked.batch, "runs": not missing, "not_yet": missing,
+        "kv_type": asked.kv_type, "kv_type_v": None if chosen.mode.mla in (2, 3) else asked.kv_type_v or asked.kv_type,
+        "context": asked.context, "batch": asked.batch, "prefill_chunk": asked.chunk,
         "per_rank": [rank.to_dict() for rank in chosen.ranks],
         "runtime_bytes": setup.RUNTIME_BYTES, "loading_bytes": LOADING_BYTES,
         "read_bytes_per_token": round(chosen.read_per_token(asked)), "exchanges_per_token": chosen.exchanges,
@@ -58,8 +57,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [f"{model['name']}: " + ", ".join(f"{key} {value}" for key, value in model.items() if key != "name"),
              f"weights {', '.join(found['weights'])} (by {found['weights_from']}); {found['ranks']} rank(s): "
              f"{found['dp']} replica(s) x {found['tp']}; {found['batch']} sequence(s) of {found['context']} positions, "
-             f"cache {' and '.join(dict.fromkeys((found['kv_type'], found['kv_type_v'])))}"]
-    lines += [f"note: {reason}" for reason in found["not_yet"]]
+             f"cache {' and '.join(dict.fromkeys(filter(None, (found['kv_type'], found['kv_type_v']))))}"]
     if found["modes_alike"] and found["tp"] > 1:
         lines.append("note: no two ranks share a KV head, so all --kv-mode come to the same")
     return "\n\n".join(["\n".join(lines), _ranks(found), _types(found), _table(found), _summary(found)])

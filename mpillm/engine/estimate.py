@@ -1,17 +1,17 @@
 """What ranks would hold, read and exchange, and how fast they would be: before a job is queued, from figures alone.
 
-Models that run are counted by the code that runs them (partition, registry, setup, kvcache). What does not run yet,
-latent attention, is counted by formula and says so.
+Bytes are counted by the code of the run: partition, registry, setup, kvcache. Only speed is a model of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from mpillm import kernels
 from mpillm.config import RunConfig
@@ -19,16 +19,12 @@ from mpillm.engine import cost, kvcache, setup
 from mpillm.engine.blocks import blocks_for
 from mpillm.engine.layout import row_swaps
 from mpillm.errors import UsageError
-from mpillm.models import deepseek_sizes as deepseek
-from mpillm.models import registry
+from mpillm.models import latent_weights, registry
 from mpillm.models.config import ModelConfig
-from mpillm.models.deepseek_sizes import DeepSeekFigures
-from mpillm.models.llama import room_for
-from mpillm.models.load import LOADING_BYTES
-from mpillm.models.weights import Weights
+from mpillm.models.load import LOADING_BYTES, SUPER_BLOCKS, apart
+from mpillm.models.weights import EMBEDDING, Weights, expected
 from mpillm.partition import KV_MODES, Partition, Share, partition, row_columns, step_bytes
 
-ATTENTION_SCRATCH = 64 << 20      # of latent attention, on each rank
 SAMPLING = 2                      # exchanges of a step that choose the tokens
 TERMS = {"weights": "reading weights", "products": "multiplying", "cache": "reading the cache",
          "attention": "attention's arithmetic", "exchanges": "exchanges", "rest": "work outside kernels"}
@@ -56,17 +52,22 @@ class Asked:
     threads: int = 1
     weights: str = "auto"
     kv_type: str = "bf16"
-    kv_type_v: str = "bf16"
+    kv_type_v: str = ""             # "": as kv_type
+    moe_split: str = "auto"
+    attention_scratch: int = RunConfig.attention_scratch
 
     @property
     def blocks(self) -> int:
         """Of the cache, of one sequence."""
         return blocks_for(self.context, kernels.BLOCK)
 
-    def run(self, kv_mode: str) -> RunConfig:
-        """The options of the run that is planned."""
-        return RunConfig("", weights=self.weights, kv_type=self.kv_type, kv_type_v=self.kv_type_v,
-                         max_batch=self.batch, prefill_chunk=self.chunk, kv_mode=kv_mode)
+    def run(self, mode: Mode) -> RunConfig:
+        """The options of the run that is planned; where no values are cached they have no type of their own."""
+        values = "" if mode.mla in (2, 3) else self.kv_type_v
+        return RunConfig("", weights=self.weights, kv_type=self.kv_type, kv_type_v=values or self.kv_type,
+                         mla="auto" if mode.mla is None else str(mode.mla), max_batch=self.batch,
+                         prefill_chunk=self.chunk, kv_mode=mode.kv_mode, moe_split=self.moe_split,
+                         attention_scratch=self.attention_scratch)
 
 
 @dataclass(frozen=True)
@@ -139,164 +140,142 @@ class Planned:
         return min(counts) // kernels.BLOCK * kernels.BLOCK if counts else None
 
 
-class Subject(Protocol):
-    """A model that can be planned. ``unsupported``: why `run` does not run it, if it does not."""
-
-    name: str
-    context: int
-    formats: tuple[str, ...]
-    unsupported: str | None
-
-    def modes(self) -> list[Mode]: ...
-
-    def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
-        """Raises UsageError for a cache type or weights that the model cannot have."""
-        ...
-
-    def figures(self) -> dict[str, Any]: ...
-
-
-class Dense:
-    """A model of the Llama family, by the code of the run."""
-
-    unsupported: str | None = None
+class Subject:
+    """A model that can be planned, counted by the code of the run: partition, registry, setup and kvcache."""
 
     def __init__(self, model: ModelConfig, weights: Weights, asked: str) -> None:
         """``asked``: --weights."""
-        self.name, self.context, self._model, self._weights = model.name, model.context, model, weights
+        self.name, self.context, self.model, self._weights = model.name, model.context, model, weights
         self._sizes = registry.sizes(model, weights, asked)
         self.formats: tuple[str, ...] = tuple(sorted(registry.formats(model, weights, asked)))
-        kinds = [kind for i in range(model.n_layers) for kind in registry.qkv_formats(weights, i, asked)[1:]]
-        self._kv_column_bytes = sum(Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16) for kind in kinds)
+        self._cut = not set(SUPER_BLOCKS).isdisjoint(self.formats)      # bytes depend on where slices begin
+        self._shared_bytes = self._bytes_of_shared(asked)
         self._held: dict[tuple[int, ...], int] = {}
 
     def modes(self) -> list[Mode]:
-        return [Mode(kv_mode) for kv_mode in KV_MODES]
+        """Those that `run` runs."""
+        if not self.model.latent:
+            return [Mode(kv_mode) for kv_mode in KV_MODES]
+        return [mode for kv_mode in KV_MODES for mla in (range(4) if kv_mode == KV_MODES[0] else (3,))
+                if self._runs(mode := Mode(kv_mode, mla))]
+
+    def _runs(self, mode: Mode) -> bool:
+        try:
+            setup.decided(Asked().run(mode), self.model)
+        except UsageError:
+            return False
+        return True
 
     def figures(self) -> dict[str, Any]:
-        model = self._model
-        experts = {"experts": model.experts, "for a token": model.experts_chosen} if model.experts else {}
+        """For people."""
+        model = self.model
+        heads = {"latent": f"{model.kv_rank} + {model.rope_dim}"} if model.latent else {
+            "KV heads": model.n_kv_heads, "head size": model.head_dim}
+        shared = {"shared": model.shared_experts} if model.shared_experts else {}
+        experts = {"experts": model.experts, "for a token": model.experts_chosen, **shared} if model.experts else {}
+        total, active = parameters(model)
         return {"architecture": model.architecture, "layers": model.n_layers, "hidden": model.hidden,
-                "query heads": model.n_heads, "KV heads": model.n_kv_heads, "head size": model.head_dim,
-                "feed-forward": model.expert_intermediate or model.intermediate, **experts,
-                "vocabulary": model.vocab}
+                "query heads": model.n_heads, **heads, "feed-forward": model.expert_intermediate or model.intermediate,
+                **experts, "vocabulary": model.vocab, "parameters": f"{total / 1e9:.3g} G",
+                **({"active": f"{active / 1e9:.3g} G"} if experts else {})}
 
     def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
-        model, run = self._model, asked.run(mode.kv_mode)
+        """One split. Raises UsageError for a mode or a cache type that the model cannot have."""
+        run, model = setup.decided(asked.run(mode), self.model)
         split = partition(self._sizes, tp, run.kv_mode, run.moe_split)
         copies = Counter(head for share in split.shares for head in share.kv_heads.range())
-        ranks = tuple(self._rank(asked, run, split, share, copies) for share in split.shares)
-        read = [step_bytes(split, rank, asked.batch) for rank in range(tp)]
+        ranks = tuple(self._rank(asked, run, model, split, share, copies) for share in split.shares)
+        read = [rank.read_bytes for rank in ranks]
         fullest = max(range(tp), key=read.__getitem__)
-        share = split.shares[fullest]
-        columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-        layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
         swaps, swapped = row_swaps(split)
-        attending = 2.0 * model.head_dim * model.n_layers * (
-            model.n_heads / split.tp if split.places > 1 else max(s.heads.size for s in split.shares))
-        own = cost.Candidate(
+        heads = model.n_heads / split.tp if split.places > 1 else max(s.heads.size for s in split.shares)
+        decode = cost.Candidate(
             tp=tp, dp=1, idle=0, weight_bytes=ranks[fullest].weight_bytes, read_bytes=read[fullest],
-            products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
+            products=products(model, split.shares[fullest]),
+            head_products=float(model.hidden * split.shares[fullest].vocab.size),
             cache_bytes=max(rank.kv_bytes_per_token for rank in ranks), free=0, sums=2 * model.n_layers + 1,
-            row_bytes=4 * model.hidden, attention_products=attending, swaps=swaps * model.n_layers,
+            row_bytes=4 * model.hidden, attention_products=attending(model, heads), swaps=swaps * model.n_layers,
             swap_ranks=split.width, swap_bytes=swapped / max(1, swaps))
-        return Planned(tp, mode, ranks, own, own)
+        chunk = min(asked.chunk, asked.context)
+        prefill = dataclasses.replace(decode, read_bytes=step_bytes(split, fullest, chunk),
+                                      attention_products=attending(model, heads, chunk))
+        return Planned(tp, mode, ranks, decode, prefill)
 
-    def _rank(self, asked: Asked, run: RunConfig, split: Partition, share: Share,
+    def _rank(self, asked: Asked, run: RunConfig, model: ModelConfig, split: Partition, share: Share,
               copies: Counter[int]) -> RankFigures:
-        model = self._model
-        block = kvcache.block_bytes(asked.kv_type, model.n_layers, share.kv_heads.size, model.head_dim, asked.kv_type_v)
+        block = kvcache.share_block_bytes(run, model, share)
         return RankFigures(
-            share.rank, share.heads.size, self._weight_bytes(run, split, share), self._duplicated(split, share, copies),
-            block // (kernels.BLOCK * split.places),
+            share.rank, share.heads.size, self._weight_bytes(run, model, split, share),
+            self._duplicated(split, share, copies), block // (kernels.BLOCK * split.places),
             block * setup.most_blocks(asked.batch, asked.context, split.places),
             setup.activation_bytes(run, model, share, asked.threads, split.places),
-            round(step_bytes(split, share.rank)))
+            round(step_bytes(split, share.rank, asked.batch)))
 
-    def _weight_bytes(self, run: RunConfig, split: Partition, share: Share) -> int:
+    def _weight_bytes(self, run: RunConfig, model: ModelConfig, split: Partition, share: Share) -> int:
         """As the loader will allocate; ranks whose slices are alike are counted once."""
-        start = share.heads.start * self._model.head_dim
-        key = (start % 256, share.heads.size, share.kv_columns.size, share.columns.start % 256, share.columns.size,
-               share.vocab.size, share.dense_columns.start % 256, share.dense_columns.size, share.experts.size,
-               share.shared_columns.start % 256, share.shared_columns.size)
+        starts = [n % 256 for n in (share.heads.start * model.head_dim, share.heads.start * (model.value_dim or 1),
+                                    share.columns.start, share.dense_columns.start,
+                                    share.shared_columns.start)] if self._cut else []
+        at = share.kv_columns.start if model.latent else 0         # which of both latents' columns they are
+        key = (model.mla, at, share.heads.size, share.kv_columns.size, share.columns.size, share.vocab.size,
+               share.dense_columns.size, share.experts.size, share.shared_columns.size, *starts)
         if key not in self._held:
-            self._held[key] = registry.weight_bytes(self._model, self._weights, split, run.weights, share.rank)
+            self._held[key] = registry.weight_bytes(model, self._weights, split, run.weights, share.rank)
         return self._held[key]
+
+    def _bytes_of_shared(self, asked: str) -> Fraction:
+        """Bytes of what makes a KV head's keys and values, all layers; of latent attention, of what makes latents."""
+        model, found = self.model, Fraction(0)
+        for layer in range(model.n_layers):
+            if model.latent:
+                names = [f"{name}.weight" for name in latent_weights.inputs(model, layer)]
+                kinds = [kind for kind, run in apart(self._weights, names, asked) for _ in run]
+                widths = [model.q_rank, model.kv_rank + model.rope_dim]
+            else:
+                kinds, widths = list(registry.qkv_formats(self._weights, layer, asked)[1:]), [model.head_dim] * 2
+            found += sum(n * Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16)
+                         for kind, n in zip(kinds, widths, strict=True))
+        return found
 
     def _duplicated(self, split: Partition, share: Share, copies: Counter[int]) -> int:
         """Bytes of K/V projections that other ranks hold as well, each rank its part of the copies too many."""
         if split.kv_mode != "redundant" and split.width > 1:
             return 0
-        extra = sum(1 - Fraction(1, copies[head]) for head in share.kv_heads.range())
-        return round(extra * self._model.head_dim * self._kv_column_bytes)
+        return round(self._shared_bytes * sum(1 - Fraction(1, copies[head]) for head in share.kv_heads.range()))
 
 
-class Latent:
-    """DeepSeek-V2 and V3, by formula."""
+def parameters(model: ModelConfig) -> tuple[int, float]:
+    """Values in all of a model's tensors, and those that a token multiplies: an embedding is only looked up."""
+    total, active = 0, 0.0
+    for name, shape in expected(model):
+        count = math.prod(shape)
+        total += count
+        if ".mlp.experts." in name:
+            active += count * model.experts_chosen / model.experts
+        elif model.tied or name != EMBEDDING:
+            active += count
+    return total, active
 
-    unsupported: str | None = \
-        "DeepSeek models (latent attention, mixture of experts) do not run yet: these are planned figures"
 
-    def __init__(self, figures: DeepSeekFigures, asked: str, stored: str = "bf16") -> None:
-        """``asked``: --weights; ``stored``: the format that auto stands for."""
-        self.name, self.context, self._figures = figures.name, figures.max_positions, figures
-        self._weights = deepseek.formats_by_role(figures, asked, stored)
-        whole = deepseek.matrices(figures, self._weights, 1, 0, "redundant")
-        self.formats: tuple[str, ...] = tuple(sorted({m.format for m in whole if m.role != "router"}))
+def products(model: ModelConfig, share: Share) -> float:
+    """Multiply-adds of a row with a share's weights, all layers, on the mean of free choices of experts."""
+    columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
+    dense = len(model.dense) if model.experts else 0
+    forward = (model.n_layers - dense) * columns + dense * share.dense_columns.size
+    return float(model.n_layers * registry.attention_products(model, share) + 3 * model.hidden * forward)
 
-    def modes(self) -> list[Mode]:
-        return [*(Mode("redundant", mla) for mla in deepseek.MLA_MODES), Mode("allgather", 3), Mode("sharded", 3)]
 
-    def figures(self) -> dict[str, Any]:
-        f = self._figures
-        return {"layers": f.n_layers, "hidden": f.hidden, "query heads": f.n_heads,
-                "latent": f"{f.kv_rank} + {f.rope_dim}",
-                "experts": f"{f.n_experts} + {f.n_shared}, {f.experts_per_token} of them used",
-                "vocabulary": f.vocab, "parameters": f"{deepseek.parameters(f) / 1e9:.1f} G",
-                "active": f"{deepseek.active_parameters(f) / 1e9:.1f} G"}
+def attending(model: ModelConfig, heads: float, chunk: int | None = None) -> float:
+    """Multiply-adds of a row and a position with so many query heads, all layers; ``chunk``: rows of a prefill step.
 
-    def plan(self, asked: Asked, tp: int, mode: Mode) -> Planned:
-        f, mla = self._figures, mode.mla
-        assert mla is not None, "latent attention has a mode"
-        if mla == 0 and mode.kv_mode == "sharded":
-            raise UsageError("--mla 0 caches whole heads, each on one rank: --kv-mode sharded is for --mla 1, 2 and 3")
-        ranks, held = [], []
-        for rank in range(tp):
-            found = list(deepseek.matrices(f, self._weights, tp, rank, mode.kv_mode))
-            ranks.append(self._rank(asked, tp, rank, mode, found))
-            held.append(found)
-        fullest = max(range(tp), key=lambda rank: ranks[rank].read_bytes)
-        active = [(m.role, m.n * m.k * m.count * deepseek.active_share(f, m.role)) for m in held[fullest]]
-        head = sum(count for role, count in active if role == "head")
-        heads = f.n_heads / tp if mode.kv_mode == "sharded" else max(r.heads for r in ranks)
-        swaps, swapped = deepseek.swaps(f, mode.kv_mode) if tp > 1 else (0, 0)
-        chunk = min(asked.chunk, asked.context)
-        decode = cost.Candidate(
-            tp=tp, dp=1, idle=0, weight_bytes=ranks[fullest].weight_bytes, read_bytes=ranks[fullest].read_bytes,
-            products=sum(count for _, count in active) - head, head_products=head,
-            cache_bytes=max(r.kv_bytes_per_token for r in ranks), free=0, sums=2 * f.n_layers + 1,
-            row_bytes=4 * f.hidden, attention_products=deepseek.attention_products(f, mla, heads),
-            swaps=swaps * f.n_layers, swap_ranks=tp, swap_bytes=swapped / max(1, swaps))
-        prefill = dataclasses.replace(
-            decode, read_bytes=self._read(held[fullest], chunk),
-            attention_products=deepseek.attention_products(f, mla, heads, chunk))
-        return Planned(tp, mode, tuple(ranks), decode, prefill)
-
-    def _read(self, held: Sequence[deepseek.Matrix], rows: int) -> int:
-        return round(sum(m.nbytes * deepseek.read_share(self._figures, m.role, rows) for m in held))
-
-    def _rank(self, asked: Asked, tp: int, rank: int, mode: Mode, held: Sequence[deepseek.Matrix]) -> RankFigures:
-        f, heads = self._figures, deepseek.heads_of(self._figures, tp, rank).size
-        assert mode.mla is not None, "latent attention has a mode"
-        token = deepseek.cache_bytes(f, mode.mla, asked.kv_type, asked.kv_type_v, heads)
-        width = tp if mode.kv_mode == "sharded" else 1
-        latent = sum(m.nbytes for m in held if m.role == "latent")
-        rows, widest = room_for(asked.chunk + asked.batch), max(m.n for m in held if m.role != "embedding")
-        return RankFigures(
-            rank, heads, sum(m.nbytes for m in held) + deepseek.vector_bytes(f),
-            round(latent * (1 - Fraction(1, tp))) if mode.kv_mode == "redundant" else 0,
-            token // width, token * kernels.BLOCK * -(-asked.blocks * asked.batch // width),
-            4 * rows * (6 * f.hidden + 2 * widest) + ATTENTION_SCRATCH, self._read(held, asked.batch))
+    Latent attention in mode 3 prefills as in mode 0, and makes keys and values of the past again in every step.
+    """
+    if not model.latent:
+        return 2.0 * model.head_dim * heads * model.n_layers
+    if model.mla == 0 or model.mla == 3 and chunk is not None:
+        again = model.kv_rank * (model.nope_dim + model.value_dim) / chunk if model.mla == 3 and chunk else 0.0
+        return model.n_layers * heads * (model.head_dim + model.value_dim + again)
+    return model.n_layers * heads * (2.0 * model.kv_rank + model.rope_dim)
 
 
 @dataclass(frozen=True)

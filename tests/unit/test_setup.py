@@ -16,7 +16,7 @@ from mpillm import io, kernels
 from mpillm.collectives import row_parts
 from mpillm.config import RunConfig
 from mpillm.engine import kvcache, setup
-from mpillm.engine.estimate import Asked, Dense, Mode
+from mpillm.engine.estimate import Asked, Mode, Subject
 from mpillm.errors import ModelError, OutputError, ResourceError, UsageError
 from mpillm.kernels import Rows
 from mpillm.models import registry
@@ -177,7 +177,7 @@ def test_a_cache_block_holds_keys_and_values_of_all_layers(opened, kv_type, each
 def test_a_sharded_cache_takes_width_times_less_for_a_token(opened, tp, width, kv_type, kv_type_v):
     model, run = opened[0], asked(tp=tp, kv_mode="sharded", kv_type=kv_type, **{"kv_type_v": kv_type_v or kv_type})
     split = setup.choose_split(run, *opened, tp, PLENTY)
-    planned = Dense(*opened, "auto").plan(
+    planned = Subject(*opened, "auto").plan(
         Asked(context=1000, batch=3, threads=1, kv_type=kv_type, kv_type_v=kv_type_v or kv_type), tp, Mode("sharded"))
     assert split.partition.places == width
     n_blocks = setup.most_blocks(3, 1000, width)
