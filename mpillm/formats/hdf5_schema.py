@@ -84,7 +84,7 @@ _RANKS: _Columns = (
     ("vocab_start", "<i8", "vocabulary rows owned: first"),
     ("vocab_stop", "<i8", "vocabulary rows owned: one past the last"),
     ("weight_bytes", "<i8", "bytes of weights in memory [B]"),
-    ("kv_bytes_per_token", "<i8", "bytes of KV cache per token [B]"),
+    ("kv_bytes_per_token", "<i8", "bytes of KV cache per token, on the mean where positions are sharded [B]"),
 )
 
 

@@ -201,6 +201,20 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert not helper.is_alive()
 
 
+@pytest.mark.parametrize("doing, words", [(exchange.KV, "an exchange of K and V"),
+                                          (exchange.MERGE, "a merge of attention's parts")])
+def test_a_rank_that_does_not_come_to_a_swap_is_named(tmp_path, doing, words):
+    first, path = Segment.create(2, 1, False, str(tmp_path))
+    second = Segment.attach(path, 2, 1, 1, False)
+    os.unlink(path)
+    first.set_timeout(0.2)
+    group = SimpleNamespace(rank=0, size=2, segment=first)
+    swap = Swap(group, [Part(((0, 3), (3, 5)), ((0, 5), (0, 5)))], doing)
+    with pytest.raises(ExchangeError, match=f"^rank 0 waited 0.2 s for rank 1 in {words}: it is"):
+        swap.run([np.ones((4, 3), np.float32)], [np.zeros((4, 5), np.float32)])
+    assert second.waited == 0
+
+
 def test_waits_are_counted(tmp_path):
     def act(memory, rank):
         x = np.ones(3, np.float32)
