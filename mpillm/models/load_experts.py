@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,12 +70,17 @@ def shared_names(prefix: str, part: str) -> list[str]:
 
 def formats(config: ModelConfig, weights: Weights, prefix: str, asked: str) -> list[str]:
     """In memory, of a layer's experts: of gate and up, and of down; then those of the shared ones, if there are any."""
-    every = range(config.experts)
-    groups = [expert_names(prefix, every, "gate") + expert_names(prefix, every, "up"),
-              expert_names(prefix, every, "down")]
-    if config.shared_experts:
-        groups += [shared_names(prefix, "gate") + shared_names(prefix, "up"), shared_names(prefix, "down")]
-    return [memory_format(weights, names, asked) for names in groups]
+    groups = _groups(prefix, config.experts)
+    return [memory_format(weights, names, asked) for names in groups[:4 if config.shared_experts else 2]]
+
+
+@lru_cache(maxsize=1024)
+def _groups(prefix: str, count: int) -> tuple[tuple[str, ...], ...]:
+    """The tensors of ``formats``, made once: a large model has some ten thousand, and plans ask for them often."""
+    every = range(count)
+    return (tuple(expert_names(prefix, every, "gate") + expert_names(prefix, every, "up")),
+            tuple(expert_names(prefix, every, "down")),
+            tuple(shared_names(prefix, "gate") + shared_names(prefix, "up")), tuple(shared_names(prefix, "down")))
 
 
 def stand(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> Stand:
