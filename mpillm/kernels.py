@@ -44,9 +44,10 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
+from mpillm.jit.moe import kind_of as prepared_kind
 from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
-from mpillm.latent_prompt import PromptMatrices, prompt_nbytes, record_prompts
-from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, WANTED, HeadNorms, Plan, attention_room
+from mpillm.latent_prompt import STRETCH, PromptMatrices, prompt_nbytes, prompt_together_nbytes, record_prompts
+from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, TILES, WANTED, HeadNorms, Plan, attention_room
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -233,10 +234,11 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "WANTED",
-           "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan",
-           "PromptMatrices", "Router", "Rows", "Spent", "allocate_cache", "attention_room", "cache_block_nbytes",
-           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
-           "packed_nbytes", "prepare_threads", "prompt_nbytes", "record_by_heads", "record_experts", "record_prompts",
-           "record_rows", "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier",
-           "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "STRETCH",
+           "TILES", "WANTED", "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer",
+           "Plan", "PromptMatrices", "Router", "Rows", "Spent", "allocate_cache", "attention_room",
+           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts",
+           "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind", "prompt_nbytes",
+           "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts", "record_rows",
+           "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k",
+           "warm_up"]

@@ -55,8 +55,13 @@ class Room:
 
 def prompt_nbytes(heads: LatentHeads, capacity: int, scratch: int) -> int:
     """Bytes that :func:`record_prompts` takes in a plan of ``capacity`` rows with this ``scratch``."""
+    return prompt_together_nbytes(heads, capacity, scratch) + 4 * STRETCH * (heads.row + 64)
+
+
+def prompt_together_nbytes(heads: LatentHeads, capacity: int, scratch: int) -> int:
+    """Of them, those for keys, values and sums of the heads that are worked on together."""
     room = Room.of(heads, capacity, scratch)
-    return room.heads * (room.head_nbytes(heads) + room.rows * room.row_nbytes(heads)) + 4 * STRETCH * (heads.row + 64)
+    return room.heads * (room.head_nbytes(heads) + room.rows * room.row_nbytes(heads))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mpillm.jit import tape as _tape
 from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
-from mpillm.jit.isa.amx import SCRATCH as _TILES
+from mpillm.jit.isa.amx import SCRATCH as TILES
 from mpillm.quant.layout import QUANTISED, allocate
 from mpillm.quant.packed import PackedMatrix
 
@@ -218,7 +218,7 @@ class Plan:
     def scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
         if self._tiles.size == 0:
-            self._tiles = allocate(_policy.threads() * _TILES, np.uint8)
+            self._tiles = allocate(_policy.threads() * TILES, np.uint8)
         return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:

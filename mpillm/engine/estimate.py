@@ -15,7 +15,7 @@ from typing import Any
 
 from mpillm import kernels
 from mpillm.config import RunConfig
-from mpillm.engine import cost, kvcache, setup
+from mpillm.engine import cost, kvcache, room, setup
 from mpillm.engine.blocks import blocks_for
 from mpillm.engine.layout import row_swaps
 from mpillm.errors import UsageError
@@ -208,7 +208,7 @@ class Subject:
             share.rank, share.heads.size, self._weight_bytes(run, model, split, share),
             self._duplicated(split, share, copies), block // (kernels.BLOCK * split.places),
             block * setup.most_blocks(asked.batch, asked.context, split.places),
-            setup.activation_bytes(run, model, share, asked.threads, split.places),
+            room.step_nbytes(run, model, self._weights, split, share, asked.threads),
             round(step_bytes(split, share.rank, asked.batch)))
 
     def _weight_bytes(self, run: RunConfig, model: ModelConfig, split: Partition, share: Share) -> int:
