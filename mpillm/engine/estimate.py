@@ -21,7 +21,8 @@ from mpillm.engine.layout import row_swaps
 from mpillm.errors import UsageError
 from mpillm.models import latent_weights, registry
 from mpillm.models.config import ModelConfig
-from mpillm.models.load import LOADING_BYTES, SUPER_BLOCKS, apart
+from mpillm.models.load import LOADING_BYTES, QUANT_BLOCK, SUPER_BLOCKS, apart
+from mpillm.models.load_experts import SUPER_BLOCK
 from mpillm.models.weights import EMBEDDING, Weights, expected
 from mpillm.partition import KV_MODES, Partition, Share, partition, row_columns, step_bytes
 
@@ -145,12 +146,16 @@ class Subject:
 
     def __init__(self, model: ModelConfig, weights: Weights, asked: str) -> None:
         """``asked``: --weights."""
-        self.name, self.context, self.model, self._weights = model.name, model.context, model, weights
+        self.name, self.context, self.model = model.name, model.context, model
+        self.weights, self.asked = weights, asked
         self._sizes = registry.sizes(model, weights, asked)
         self.formats: tuple[str, ...] = tuple(sorted(registry.formats(model, weights, asked)))
-        self._cut = not set(SUPER_BLOCKS).isdisjoint(self.formats)      # bytes depend on where slices begin
-        self._shared_bytes = self._bytes_of_shared(asked)
+        # Bytes depend on where slices begin within a block
+        self._unit = 1 if set(kernels.QUANTISED).isdisjoint(self.formats) else \
+            QUANT_BLOCK if set(SUPER_BLOCKS).isdisjoint(self.formats) else SUPER_BLOCK
+        self._shared_bytes = self._bytes_of_shared()
         self._held: dict[tuple[int, ...], int] = {}
+        self._rooms: dict[tuple[object, ...], int] = {}
 
     def modes(self) -> list[Mode]:
         """Those that `run` runs."""
@@ -208,31 +213,41 @@ class Subject:
             share.rank, share.heads.size, self._weight_bytes(run, model, split, share),
             self._duplicated(split, share, copies), block // (kernels.BLOCK * split.places),
             block * setup.most_blocks(asked.batch, asked.context, split.places),
-            room.step_nbytes(run, model, self._weights, split, share, asked.threads),
+            self._step_bytes(run, model, split, share, asked.threads),
             round(step_bytes(split, share.rank, asked.batch)))
 
-    def _weight_bytes(self, run: RunConfig, model: ModelConfig, split: Partition, share: Share) -> int:
-        """As the loader will allocate; ranks whose slices are alike are counted once."""
-        starts = [n % 256 for n in (share.heads.start * model.head_dim, share.heads.start * (model.value_dim or 1),
-                                    share.columns.start, share.dense_columns.start,
-                                    share.shared_columns.start)] if self._cut else []
+    def _alike(self, model: ModelConfig, share: Share) -> tuple[int, ...]:
+        """The same for ranks that hold and do the same: they are counted once."""
+        starts = [n % self._unit for n in (share.heads.start * (model.value_dim or model.head_dim), share.columns.start,
+                                           share.dense_columns.start, share.shared_columns.start)]
         at = share.kv_columns.start if model.latent else 0         # which of both latents' columns they are
-        key = (model.mla, at, share.heads.size, share.kv_columns.size, share.columns.size, share.vocab.size,
-               share.dense_columns.size, share.experts.size, share.shared_columns.size, *starts)
+        return (model.mla, at, share.heads.size, share.kv_heads.size, share.kv_columns.size, share.columns.size,
+                share.vocab.size, share.dense_columns.size, share.experts.size, share.shared_columns.size, *starts)
+
+    def _weight_bytes(self, run: RunConfig, model: ModelConfig, split: Partition, share: Share) -> int:
+        """As the loader will allocate."""
+        key = self._alike(model, share)
         if key not in self._held:
-            self._held[key] = registry.weight_bytes(model, self._weights, split, run.weights, share.rank)
+            self._held[key] = registry.weight_bytes(model, self.weights, split, run.weights, share.rank)
         return self._held[key]
 
-    def _bytes_of_shared(self, asked: str) -> Fraction:
+    def _step_bytes(self, run: RunConfig, model: ModelConfig, split: Partition, share: Share, threads: int) -> int:
+        """As the plan of the largest step will allocate."""
+        key = (run, threads, split.tp, self._alike(model, share))
+        if key not in self._rooms:
+            self._rooms[key] = room.step_nbytes(run, model, self.weights, split, share, threads)
+        return self._rooms[key]
+
+    def _bytes_of_shared(self) -> Fraction:
         """Bytes of what makes a KV head's keys and values, all layers; of latent attention, of what makes latents."""
         model, found = self.model, Fraction(0)
         for layer in range(model.n_layers):
             if model.latent:
                 names = [f"{name}.weight" for name in latent_weights.inputs(model, layer)]
-                kinds = [kind for kind, run in apart(self._weights, names, asked) for _ in run]
+                kinds = [kind for kind, run in apart(self.weights, names, self.asked) for _ in run]
                 widths = [model.q_rank, model.kv_rank + model.rope_dim]
             else:
-                kinds, widths = list(registry.qkv_formats(self._weights, layer, asked)[1:]), [model.head_dim] * 2
+                kinds, widths = list(registry.qkv_formats(self.weights, layer, self.asked)[1:]), [model.head_dim] * 2
             found += sum(n * Fraction(kernels.packed_nbytes(kind, 16, model.hidden), 16)
                          for kind, n in zip(kinds, widths, strict=True))
         return found

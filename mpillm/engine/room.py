@@ -28,11 +28,14 @@ class Buffers:
     rows: int
     threads: int
     fast: bool
-    found: dict[tuple[object, ...], int] = field(default_factory=dict)
+    found: dict[tuple[str, int], int] = field(default_factory=dict)
+    tiled: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(self.found.values())
+        """All of them, and the threads' tiles where a product has some."""
+        tiled = any(name == "fused" for name, _ in self.found) or self.tiled
+        return sum(self.found.values()) + (self.threads * kernels.TILES if tiled else 0)
 
     def take(self, name: str, n: int, each: int = 4) -> None:
         """Rows of ``n`` values of ``each`` bytes."""
@@ -53,6 +56,7 @@ class Buffers:
             return
         self.take("tail", 16)
         self.prepared("", self.rows, kind, k)
+        self.tiled |= kernels.tier() == "amx" and kernels.prepared_kind(kind) != "numbers"
         if width or fast:
             width = width or kernels.ROOM_WIDTH
             self.threads_room(width)
@@ -116,7 +120,7 @@ def recorded(rank: _Rank, buffers: Buffers) -> int:
     buffers.take("head_input", k)
     buffers.take("logits", rank.share.vocab.size)
     buffers.product(kind, k, n=rank.share.vocab.size)
-    return buffers.nbytes + buffers.threads * kernels.TILES
+    return buffers.nbytes
 
 
 def _stored(kind: str, span: Span) -> int:
@@ -214,8 +218,7 @@ def _prompts(run: RunConfig, rank: _Rank, rows: int, threads: int) -> int:
     branch.take("rotated", c.rope_dim)
     branch.product(kind, k)
     together = kernels.prompt_together_nbytes(deepseek.local_heads(c, rank.share), rows, run.attention_scratch)
-    tiled = kernels.tier() == "amx" and kernels.prepared_kind(kind) != "numbers"
-    return branch.nbytes + together + (threads * kernels.TILES if tiled else 0)
+    return branch.nbytes + together
 
 
 def _gated(rank: _Rank, kinds: tuple[str, str], columns: Span, k: int, buffers: Buffers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from mpillm.cli.report import announce_rules, rules_table
 from mpillm.config import RunConfig
 from mpillm.engine.subject import open_subject
 from mpillm.errors import UsageError
-from mpillm.models import deepseek_sizes as deepseek
 from mpillm.models import registry
 from mpillm.models.load import memory_format
 from mpillm.models.parse import open_model
@@ -185,11 +183,9 @@ def test_a_plan_of_experts_has_the_recipe_of_each_role():
     """Bits for attention, shared and routed experts: shared takes ffn's rule, what no rule names the default."""
     where = Path(__file__).parents[2] / "examples/models/DeepSeek-V3/config.json"
     subject, _ = open_subject(str(where), "attn=q8_0,ffn=q4_1,experts=q4_0,default=bf16")
-    figures = deepseek.of_config(str(where), json.loads(where.read_text()), "V3")
-    kinds = deepseek.formats_by_role(figures, "attn=q8_0,ffn=q4_1,experts=q4_0,default=bf16", "bf16")
-    assert kinds == {"latent": "q8_0", "attention": "q8_0", "dense": "q4_1", "expert": "q4_0", "shared": "q4_1",
-                     "embedding": "bf16", "head": "bf16"}
     assert subject.formats == ("bf16", "q4_0", "q4_1", "q8_0")
-    for matrix in deepseek.matrices(figures, kinds, 8, 3, "allgather"):
-        assert matrix.format == kinds.get(matrix.role, deepseek.ROUTER)
-    assert set(deepseek.formats_by_role(figures, "head=q8_0", "q4_K").values()) == {"q8_0", "q4_K"}
+    recipe = {"attn": "q8_0", "ffn": "q4_1", "shared": "q4_1", "experts": "q4_0"}
+    share = partition(registry.sizes(subject.model, subject.weights, subject.asked), 8).shares[3]
+    for names, kind, _ in registry.matrices(subject.model, subject.weights, share, subject.asked):
+        groups = subject.weights.groups(names[0])
+        assert kind == next((recipe[group] for group in groups if group in recipe), "bf16"), names[0]

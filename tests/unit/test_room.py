@@ -1,4 +1,4 @@
-"""What is planned for weights, cache and a step is what a rank then has allocated: to the byte but for the attention."""
+"""What is planned for weights, cache and a step is what a rank then has allocated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import made_deepseek as made
 import pytest
 from made_models import random_tensors, tiny, write_folder
+from test_expert_weights import MIXTRAL, apart
 from test_setup import _Alone, _Silent
 
 from mpillm import kernels
+from mpillm.collectives import row_parts
 from mpillm.config import RunConfig
 from mpillm.engine import room, setup
 from mpillm.engine.estimate import Asked, Mode, Subject
@@ -22,7 +24,6 @@ from mpillm.partition import Partition, partition
 
 DENSE = tiny()
 QWEN = tiny(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=24)
-MIXTRAL = tiny(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=5, num_experts_per_tok=2)
 BATCH, CHUNK = 4, 60
 
 
@@ -33,7 +34,6 @@ class _Row(_Silent):
         me = split.shares[rank]
         self.place, self.width, self.heads = me.row_rank % split.places, split.places, \
             split.sizes.n_heads // split.rows
-        from mpillm.collectives import row_parts
         self.gather, self.merge = (SimpleNamespace(
             got=[part.result(me.row_rank) for part in parts], run=self.run, exchange_arguments=lambda: None)
             for parts in row_parts(split, me.row))
@@ -64,8 +64,8 @@ def allocated(run: RunConfig, model, weights: Weights, split: Partition, rank: i
     (made.V3, "allgather", 2, "bf16", "experts"), (made.V2, "redundant", 3, "auto", "columns"),
     (made.V3, "redundant", 3, "attn=bf16,experts=q4_0,shared=q8_0,default=bf16", "auto")])
 def test_planned_is_what_is_allocated(tmp_path, tp, config, kv_mode, mla, weights, moe_split):
-    tensors = made.tensors(config) if mla is not None else random_tensors(config)
-    figures, checkpoint = open_model(write_folder(tmp_path / "m", config, tensors))
+    make = made.tensors if mla is not None else apart if config is MIXTRAL else random_tensors
+    figures, checkpoint = open_model(write_folder(tmp_path / "m", config, make(config)))
     with contextlib.closing(checkpoint):
         opened = Weights(checkpoint, figures)
         asked = Asked(192, 1, CHUNK, kernels.threads(), weights, "bf16", moe_split=moe_split)
