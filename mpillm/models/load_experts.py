@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -67,24 +68,26 @@ def shared_names(prefix: str, part: str) -> list[str]:
     return [f"{prefix}{SHARED}{part}_proj.weight"]
 
 
-def formats(config: ModelConfig, weights: Weights, prefix: str, asked: str) -> list[str]:
-    """In memory, of a layer's experts: of gate and up, and of down; then those of the shared ones, if there are any."""
-    every = range(config.experts)
+@lru_cache(maxsize=4096)
+def _packed_together(prefix: str, experts: int, shared: bool) -> tuple[tuple[str, ...], ...]:
+    """The weights whose format is one: of gate and up, and of down; then those of the shared experts."""
+    every = range(experts)
     groups = [expert_names(prefix, every, "gate") + expert_names(prefix, every, "up"),
               expert_names(prefix, every, "down")]
-    if config.shared_experts:
+    if shared:
         groups += [shared_names(prefix, "gate") + shared_names(prefix, "up"), shared_names(prefix, "down")]
-    return [memory_format(weights, names, asked) for names in groups]
+    return tuple(map(tuple, groups))
 
 
 def stand(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> Stand:
     """What a share holds of a layer's experts; shared ones stand among the others if cut and stored alike."""
-    kinds = formats(config, weights, prefix, asked)
-    gate_up, down = kinds[:2]
+    together = _packed_together(prefix, config.experts, config.shared_experts > 0)
+    kinds = [memory_format(weights, names, asked) for names in together]
+    gate_up, down, *shared = kinds
     whole = share.experts.size == config.experts
     in_phase = down not in SUPER_BLOCKS or config.shared_experts == 1 or config.expert_intermediate % SUPER_BLOCK == 0
-    merged = config.shared_experts if whole and in_phase and kinds[:2] == kinds[2:] else 0
-    apart = (kinds[2], kinds[3]) if config.shared_experts and not merged else None
+    merged = config.shared_experts if whole and in_phase and shared == [gate_up, down] else 0
+    apart = (shared[0], shared[1]) if shared and not merged else None
     inputs = Span(0, config.hidden)
     k = max(stored_slice(kind, inputs)[1] for kind in (gate_up, *(apart[:1] if apart else ())))
     return Stand(gate_up, down, share.experts, share.columns, merged, apart, k, -(-config.hidden // PANEL) * PANEL)
