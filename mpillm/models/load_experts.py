@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,6 +91,32 @@ def stand(config: ModelConfig, weights: Weights, prefix: str, share: Share, aske
     inputs = Span(0, config.hidden)
     k = max(stored_slice(kind, inputs)[1] for kind in (gate_up, *(apart[:1] if apart else ())))
     return Stand(gate_up, down, share.experts, share.columns, merged, apart, k, -(-config.hidden // PANEL) * PANEL)
+
+
+def held(config: ModelConfig, weights: Weights, prefix: str, share: Share,
+         asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
+    """Names of the tensors, format and bytes of each packed matrix that a share holds of a layer's experts.
+
+    Without the router. Shared experts come by themselves wherever they stand, since recipes name them so.
+    """
+    s = stand(config, weights, prefix, share, asked)
+    gate_up, down, *others = _packed_together(prefix, config.experts, config.shared_experts > 0)
+    both: Sequence[str]
+    for count, (both, last) in ((s.held.size, (gate_up, down)), (s.merged, others or ((), ()))):
+        if count:
+            yield both, s.gate_up, kernels.packed_nbytes(s.gate_up, 2 * count * s.width, s.k)
+            yield last, s.down, kernels.packed_nbytes(s.down, count * s.height, s.k_down, s.phase)
+    if s.apart:
+        columns = share.shared_columns
+        first, stop, phase = stored_slice(s.apart[1], columns)
+        yield others[0], s.apart[0], kernels.packed_nbytes(s.apart[0], 2 * columns.size, s.k)
+        yield others[1], s.apart[1], kernels.packed_nbytes(s.apart[1], config.hidden, stop - first, phase)
+
+
+def router_bytes(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> int:
+    """Bytes of a layer's router, float32, on every rank."""
+    corrections = 4 * config.experts if config.routing.bias and weights.has(prefix + CORRECTION) else 0
+    return kernels.packed_nbytes("f32", config.experts, stand(config, weights, prefix, share, asked).k) + corrections
 
 
 def read_experts(load: Loader, prefix: str) -> ExpertMLP:
