@@ -415,26 +415,28 @@ class KVExchange:
             return None
         return (*self._group.segment.arguments, self._plan)
 
-    def run(self, k_part: np.ndarray, v_part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """k, v float32 [M, needed] of this rank's KV heads from all ranks' float32 parts [M, columns]."""
+    def run(self, k_part: np.ndarray, v_part: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """k, v float32 [M, needed] of this rank's KV heads from all ranks' [M, columns]; of one latent no v."""
         rows, segment = k_part.shape[0], self._group.segment
-        assert k_part.shape == v_part.shape == (rows, self.columns), f"{k_part.shape}, {v_part.shape}"
+        parts = [np.ascontiguousarray(part) for part in (k_part, v_part) if part is not None]
+        assert all(part.shape == (rows, self.columns) for part in parts), f"{[part.shape for part in parts]}"
         began, before = time.perf_counter(), self._replica._spent()
-        result = np.empty((2, rows, self.needed), np.float32)
+        result = np.empty((2, rows, self.needed), np.float32)[:len(parts)]
         if segment is not None and self._plan[1]:
-            segment.gather_parts(self._plan, np.ascontiguousarray(k_part), np.ascontiguousarray(v_part), *result)
+            none = np.zeros((0, 0), np.float32)
+            segment.gather_parts(self._plan, *[*parts, none][:2], *[*result, none][:2])
         else:
             step = max(1, PIECE // (8 * max(self._widths)))
             for begin in range(0, rows, step):
-                part = slice(begin, min(begin + step, rows))
-                self._mpi(k_part[part], v_part[part], result[:, part])
+                piece = slice(begin, min(begin + step, rows))
+                self._mpi(np.stack([part[piece] for part in parts]), result[:, piece])
         self._replica._account(began, before)
-        return result[0], result[1]
+        return result[0], result[1] if len(parts) > 1 else np.empty((rows, 0), np.float32)
 
-    def _mpi(self, k_part: np.ndarray, v_part: np.ndarray, result: np.ndarray) -> None:
-        rows, comm = k_part.shape[0], self._group.comm
-        part = np.stack((k_part, v_part))
-        arriving = [2 * rows * (s.stop - s.start) for s in self._arriving]
+    def _mpi(self, part: np.ndarray, result: np.ndarray) -> None:
+        """``part`` [arrays, M, columns] to all that need it, ``result`` [arrays, M, needed]."""
+        (count, rows, _), comm = part.shape, self._group.comm
+        arriving = [count * rows * (s.stop - s.start) for s in self._arriving]
         offsets = [sum(arriving[:i]) for i in range(len(arriving))]
         buffer = self._group.scratch(sum(arriving))
         if self._all_need_all:
@@ -444,5 +446,5 @@ class KVExchange:
             counts = [piece.size for piece in leaving]
             comm.Alltoallv([np.concatenate(leaving), (counts, [sum(counts[:i]) for i in range(len(counts))])],
                            [buffer, (arriving, offsets)])
-        for offset, count, target in zip(offsets, arriving, self._arriving, strict=True):
-            result[:, :, target] = buffer[offset:offset + count].reshape(2, rows, -1)
+        for offset, size, target in zip(offsets, arriving, self._arriving, strict=True):
+            result[:, :, target] = buffer[offset:offset + size].reshape(count, rows, -1)

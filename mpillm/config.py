@@ -20,6 +20,8 @@ from mpillm.quant import recipe
 WEIGHT_FORMATS = recipe.FORMATS
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 KV_MODES = ("redundant", "allgather")
+MLA = ("auto", "0", "1", "2", "3")
+CHUNK = 512        # prompt tokens in a step, unless something else is asked for or better
 MOE_SPLITS = ("columns", "experts", "auto")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
@@ -44,7 +46,10 @@ class RunConfig:
     # the model in memory
     weights: str = "auto"
     kv_type: str = "bf16"
+    kv_type_v: str = ""         # "": as kv_type
+    mla: str = "auto"
     kv_memory: int | None = None
+    attention_scratch: int = 64 << 20
     max_model_len: int | None = None
     tie_embeddings: bool = False
     fast: bool = False
@@ -60,7 +65,7 @@ class RunConfig:
     pin: bool = True
     # the batch
     max_batch: int = 32
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     batching: str = "continuous"
     # defaults of the lines
     max_tokens: int = 256
@@ -85,7 +90,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", str(recipe.parse(self.weights)))     # one way to write it
         _one_of("kv-type", self.kv_type, KV_TYPES)
+        object.__setattr__(self, "kv_type_v", self.kv_type_v or self.kv_type)
+        _one_of("kv-type-v", self.kv_type_v, KV_TYPES)
         _one_of("kv-mode", self.kv_mode, KV_MODES)
+        _one_of("mla", self.mla, MLA)
         _one_of("moe-split", self.moe_split, MOE_SPLITS)
         _one_of("logits", self.logits, LOGITS)
         _one_of("logits-type", self.logits_type, ("f16", "f32"))
@@ -103,7 +111,8 @@ class RunConfig:
             raise UsageError(f"--flush-every {self.flush_every:g} must be above 0 (seconds), at most 3600")
         if self.time_limit is not None and self.time_limit <= 0:
             raise UsageError(f"--time-limit {self.time_limit:g} s is over before it begins")
-        for name in ("max_batch", "prefill_chunk", "tp", "threads_per_rank", "max_model_len", "kv_memory"):
+        for name in ("max_batch", "prefill_chunk", "tp", "threads_per_rank", "max_model_len", "kv_memory",
+                     "attention_scratch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -117,6 +126,11 @@ class RunConfig:
             raise UsageError(f"--exchange-timeout {self.exchange_timeout:g} must be above 0 (seconds), at most 1e9")
         if self.progress_every <= 0:
             raise UsageError(f"--progress-every {self.progress_every} must be above 0 (seconds)")
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens in a step."""
+        return CHUNK if self.prefill_chunk is None else self.prefill_chunk
 
     @property
     def output_path(self) -> str:
@@ -223,7 +237,7 @@ def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> Run
 
 def _checked(name: str, value: Any, kind: str) -> Any:
     """A value of the file, of the type that the option has."""
-    if name == "kv_memory":
+    if name in ("kv_memory", "attention_scratch"):
         return parse_size(value)
     if name == "time_limit" and isinstance(value, str):
         return parse_duration(value)

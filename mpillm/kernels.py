@@ -15,12 +15,26 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from mpillm import experts as _experts
+from mpillm import latent as _latent
+from mpillm.cache import (
+    BLOCK,
+    KV_TYPES,
+    Heads,
+    LayerCache,
+    Rows,
+    allocate_cache,
+    cache_block_nbytes,
+    cache_shape,
+    check_kv,
+)
 from mpillm.experts import Experts, Router, record_experts, slot_bytes
 from mpillm.jit import attention as _attention
+from mpillm.jit import cache_rows as _cache_rows
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
 from mpillm.jit import fused as _fused
 from mpillm.jit import gemm as _gemm
+from mpillm.jit import latent_prompt as _latent_prompt
 from mpillm.jit import pack as _pack
 from mpillm.jit import pack_blocks as _pack_blocks
 from mpillm.jit import policy as _policy
@@ -30,21 +44,9 @@ from mpillm.jit import tape as _tape
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
-from mpillm.plan import (
-    BLOCK,
-    KV_TYPES,
-    ROOM_WIDTH,
-    WANTED,
-    HeadNorms,
-    Heads,
-    LayerCache,
-    Plan,
-    Rows,
-    allocate_cache,
-    cache_block_nbytes,
-    cache_shape,
-    check_kv,
-)
+from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
+from mpillm.latent_prompt import PromptMatrices, prompt_nbytes, record_prompts
+from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, WANTED, HeadNorms, Plan, attention_room
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
 
@@ -179,35 +181,49 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False) -> None:
+            experts: bool = False, kv_type_v: str = "", mla: int | None = None) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some.
+    ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys. ``mla``: the mode of latent
+    attention, None where K and V are those of each KV head.
     """
-    check_kv(kv_type)
+    for kind in (kv_type, kv_type_v or kv_type):
+        check_kv(kind)
     names = list(weight_formats)
-    needed = _needed(names, kv_type, fast)
+    kv_types = kv_type, "" if mla in (2, 3) else kv_type_v or kv_type
+    needed = _needed(names, kv_types, fast)
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
+    if mla is None:
+        needed += _fused_with_cache(names, kv_types, fast)
+    else:
+        prompts = _latent_prompt.warm_up(kv_type) if mla == 3 else []
+        needed = [*prompts, *_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types),
+                  *needed]
     for make in needed[part::parts]:
         make()
 
 
-def _needed(weight_formats: list[str], kv_type: str, fast: bool) -> list[Callable[[], Any]]:
+def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
     """What makes each kernel of a run, those that take long to compile first."""
-    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(kv_type), _exchange.warm_up]
+    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(*kv_types), _exchange.warm_up]
     for name in weight_formats:
         fast_here = fast and _select.at_least("avx512") and name in QUANTISED
-        made += [functools.partial(_fused.heads_operation, name, kv_type, fast_here),
-                 functools.partial(_fused.gated_operation, name, fast_here),
+        made += [functools.partial(_fused.gated_operation, name, fast_here),
                  functools.partial(_warm_up_linear, name, fast)]
         made += [_gemm.quantise_operation, _pack_blocks.pack_blocks_kernel, _pack_blocks.lookup_blocks_kernel,
                  _pack_blocks.encode_kernel] if name in QUANTISED else [
             functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
-    return [*made, lambda: _attention.rope_write_operation(kv_type), _attention.merge_operation,
-            _attention.tiles_kernel, _tape.warm_up]
+    return [*made, lambda: _attention.merge_operation(*kv_types), _attention.tiles_kernel, _tape.warm_up]
+
+
+def _fused_with_cache(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
+    """What makes queries, keys and values and writes the cache, where K and V are those of each KV head."""
+    fast = fast and _select.at_least("avx512")
+    return [*(functools.partial(_fused.heads_operation, name, *kv_types, fast and name in QUANTISED)
+              for name in weight_formats), functools.partial(_cache_rows.rope_write_operation, *kv_types)]
 
 
 def _warm_up_linear(name: str, fast: bool) -> None:
@@ -216,8 +232,10 @@ def _warm_up_linear(name: str, fast: bool) -> None:
     plan.linear(np.zeros((1, 32), np.float32), packed, None, np.zeros((1, 16), np.float32))
 
 
-__all__ = ["BLOCK", "FORMATS", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "WANTED", "Experts", "HeadNorms", "Heads",
-           "LayerCache", "PackedMatrix", "Packer", "Plan", "Router", "Rows", "Spent", "allocate_cache",
-           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup",
-           "lowest_tier", "packed_nbytes", "prepare_threads", "record_experts", "set_threads", "set_tier", "slot_bytes",
-           "tested_tier", "threads", "tier", "top_k", "warm_up"]
+__all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "WANTED",
+           "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer", "Plan",
+           "PromptMatrices", "Router", "Rows", "Spent", "allocate_cache", "attention_room", "cache_block_nbytes",
+           "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts", "lookup", "lowest_tier",
+           "packed_nbytes", "prepare_threads", "prompt_nbytes", "record_by_heads", "record_experts", "record_prompts",
+           "record_rows", "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier",
+           "top_k", "warm_up"]

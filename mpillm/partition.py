@@ -92,6 +92,8 @@ class Sizes:
     shared: int = 0              # experts beside them that every row goes to
     dense_layers: int = 0        # that have no experts among layers that do
     dense_intermediate: int = 0  # feed-forward columns of these
+    latent_head: int = 0         # latent attention: weights of a query head; head_dim counts the columns that all
+                                 # heads share, the one KV head's; 0: K and V of each KV head
 
     def __post_init__(self) -> None:
         for name in ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate", "vocab",
@@ -292,7 +294,8 @@ class _Prices:
         attn, ffn, vocab = (Fraction(b) for b in (sizes.bytes_attn, sizes.bytes_ffn, sizes.bytes_vocab))
         scale = lcm(attn.denominator, ffn.denominator, vocab.denominator) * max(1, sizes.experts)
         stacked = scale * sizes.hidden * sizes.n_layers
-        return _Prices(head=int(2 * sizes.head_dim * stacked * attn), kv_column=int(2 * stacked * attn),
+        return _Prices(head=int((sizes.latent_head * scale * sizes.n_layers or 2 * sizes.head_dim * stacked) * attn),
+                       kv_column=int((1 if sizes.latent_head else 2) * stacked * attn),
                        column=int(3 * scale * sizes.hidden * ffn) * (sizes.n_layers - sizes.dense_layers),
                        dense=int(3 * scale * sizes.hidden * ffn) * sizes.dense_layers,
                        token=int(scale * sizes.hidden * vocab), scale=scale)
@@ -341,7 +344,8 @@ def _routed(sizes: Sizes, price: _Prices, held: int, columns: int) -> int:
 
 
 def _deal(loads: Sequence[int], price: int, total: int, unit: int) -> list[Span]:
-    """``total`` things of ``price`` each as spans in rank order, cut at multiples of ``unit``."""
+    """``total`` things of ``price`` each as spans in rank order, cut at multiples of ``unit``; evenly if it is 0."""
+    loads, price = (loads, price) if price else ([0] * len(loads), 1)
     counts = level_out(loads, price * unit, -(-total // unit))
     spans, start = [], 0
     for count in counts:

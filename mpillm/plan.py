@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpillm.errors import UsageError
+from mpillm.cache import Heads, LayerCache, Rows, cache_shape
 from mpillm.jit import attention as _attention
+from mpillm.jit import cache_rows as _cache_rows
 from mpillm.jit import elementwise as _elementwise
 from mpillm.jit import exchange as _exchange
 from mpillm.jit import fused as _fused
@@ -19,42 +20,15 @@ from mpillm.jit import tape as _tape
 from mpillm.jit import tiles as _tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
-from mpillm.jit.isa.amx import SCRATCH as _SCRATCH
-from mpillm.quant.layout import LIMIT, PAIR, QUANTISED, WORDS, allocate
+from mpillm.jit.isa.amx import SCRATCH as _TILES
+from mpillm.quant.layout import QUANTISED, allocate
 from mpillm.quant.packed import PackedMatrix
 
-BLOCK = _attention.BLOCK
-KV_TYPES = ("f32", "f16", "bf16", "q8_0")
-_PAIR, _LIMIT = {**PAIR, "q8_0": 1}, {**LIMIT, "q8_0": np.float32(np.inf)}
 ROOM_WIDTH = 32 * _fused.PAIRS      # outputs of each row that a thread works on in room of its own, at most
+SCRATCH = 64 << 20                  # bytes that attention may take beside its threads' tiles
+CROWD = 4                           # work items of a thread from which on stretches are not split off
 _F32 = np.dtype(np.float32)
-ROWS, WANTED = _tape.Cell("rows"), _tape.Cell("wanted")
-
-
-@dataclass
-class Heads:
-    """Which heads an attention has: query heads in groups, one group for each KV head.
-
-    Query heads ``starts[j]`` ... ``stops[j] - 1`` use KV head j, each head one.
-    """
-
-    head_dim: int
-    n_heads: int
-    starts: np.ndarray      # int32 [J]
-    stops: np.ndarray       # int32 [J]
-
-    def __post_init__(self) -> None:
-        groups = self.stops - self.starts
-        assert (groups >= 0).all() and groups.sum() == self.n_heads, f"heads {self.starts} ... {self.stops}"
-
-    @property
-    def n_kv_heads(self) -> int:
-        return len(self.starts)
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of a sequence that go through a cache block together."""
-        return max(1, _attention.QUERIES // max(1, int((self.stops - self.starts).max(initial=1))))
+ROWS, WANTED, GENERATED = (_tape.Cell(name) for name in ("rows", "wanted", "generated"))
 
 
 @dataclass
@@ -67,33 +41,18 @@ class HeadNorms:
 
 
 @dataclass
-class LayerCache:
-    """Keys and values of one layer, in blocks, as the kernels lay them out."""
+class _Tiling:
+    """How the rows of a step are cut for attentions of one form, and the cells that say so in a run."""
 
-    keys: np.ndarray
-    values: np.ndarray
-    kv_type: str
+    number: int
+    heads: Heads
+    width: int          # values of an output in the threads' room
+    generated: bool     # only those behind their prompts
 
-    def arguments(self) -> tuple[np.ndarray, ...]:
-        """Keys and values, each followed by its memory as 16-bit words where scales stand in it."""
-        words = (array.view(np.int16) if self.kv_type == "q8_0" else np.zeros(0, np.int16)
-                 for array in (self.keys, self.values))
-        return tuple(one for pair in zip((self.keys, self.values), words, strict=True) for one in pair)
-
-
-@dataclass
-class Rows:
-    """The rows of one step, from any number of sequences; every layer sees the same.
-
-    Rows of consecutive positions of a sequence that stand together are worked on together.
-    """
-
-    tokens: np.ndarray       # int64 [T]
-    positions: np.ndarray    # int32 [T]
-    sequences: np.ndarray    # int32 [T], rows of block_table
-    block_table: np.ndarray  # int32 [S, blocks], cache blocks of each sequence in order of position
-    cos: np.ndarray          # float32 [T, D / 2]
-    sin: np.ndarray          # float32 [T, D / 2]
+    def cells(self) -> tuple[_tape.Cell, ...]:
+        """Of the tiles, their number, stretches of a piece, pieces, queries of a piece in the room, and the room."""
+        names = ("tiles", "n_tiles", "run", "pieces", "queries", "room")
+        return tuple(_tape.Cell(f"{name} {self.number}") for name in names)
 
 
 class Plan:
@@ -102,15 +61,27 @@ class Plan:
     Arrays of rows are float32 [capacity, n]; a row may be a slice of a wider one. Each method records one operation.
     """
 
-    def __init__(self, capacity: int, fast: bool = False) -> None:
-        """``fast``: products of many rows widen quantised weights to bf16, in tiers that multiply it."""
+    def __init__(self, capacity: int, fast: bool = False, scratch: int = SCRATCH,
+                 buffers: dict[tuple, np.ndarray] | None = None) -> None:
+        """``fast``: products of many rows widen quantised weights to bf16, in tiers that multiply it.
+
+        ``scratch``: bytes that attention may take beside its threads' tiles, however long the context. ``buffers``:
+        see :meth:`branch`.
+        """
         self.capacity, self.tape = capacity, _tape.Tape()
         self._fast = fast and _select.at_least("avx512")
-        self._buffers: dict[tuple, np.ndarray] = {}
-        self._heads: Heads | None = None
-        self._n_blocks = 0
-        self._room, self._tiles = _NOTHING, np.zeros(0, np.uint8)
+        self._buffers: dict[tuple, np.ndarray] = {} if buffers is None else buffers
+        self._tilings: dict[tuple, _Tiling] = {}
+        self._n_blocks, self._shard = 0, (0, 1)
+        self._angles: int | None = None
+        self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
+        self.prompts = True     # rows of prompts may be in a step, not only generated ones
+        self._branches: dict[int, dict[tuple, np.ndarray]] = {}
         self._ready = False
+
+    def branch(self, capacity: int) -> Plan:
+        """A plan that is run from a ``call`` of this one; all of one capacity share their buffers."""
+        return Plan(capacity, self._fast, self.scratch_nbytes, self._branches.setdefault(capacity, {}))
 
     def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
         """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
@@ -217,23 +188,37 @@ class Plan:
         """
         size, total = heads.head_dim, heads.n_heads + 2 * heads.n_kv_heads
         assert size % 16 == 0 and w.n == total * size, f"heads: {w.n} outputs for {total} heads of {size}"
+        assert heads.value_dim == size and cache.values is not None, f"heads: values of {heads.value_dim}"
         assert q.shape == (self.capacity, heads.n_heads * size), f"heads: q {q.shape}"
         self._check_cache("heads", cache, heads)
         if total:
-            self.tape.add("linear", _fused.heads_operation(w.format, cache.kv_type, self._is_fast(w)),
-                          *self._product(x, w, bias, size), q, _stride(q), *self._head_arguments(heads, norms, cache))
+            self.tape.add("linear", _fused.heads_operation(w.format, *cache.types, self._is_fast(w)),
+                          *self._product(x, w, bias, size), q, _stride(q), heads.n_heads, heads.n_kv_heads, size,
+                          *self._head_arguments(heads, norms, cache))
 
     def _head_arguments(self, heads: Heads, norms: HeadNorms, cache: LayerCache) -> tuple:
-        cell, name = _tape.Cell, cache.kv_type
-        return (heads.n_heads, heads.n_kv_heads, heads.head_dim, cell("cos"), cell("sin"),
-                *(_NOTHING if weight is None else weight for weight in (norms.query, norms.key)), norms.eps,
-                *cache.arguments(), _PAIR[name], _LIMIT[name], cell("sequences"), cell("positions"),
-                cell("table"), cell("table_width"))
+        self.rotate(heads.head_dim)
+        return (*self.angles(), *(_NOTHING if weight is None else weight for weight in (norms.query, norms.key)),
+                norms.eps, *self.cache_arguments(cache))
+
+    def rotate(self, size: int) -> None:
+        """Say that rows bring angles for ``size`` rotated columns."""
+        assert self._angles in (None, size // 2), f"angles for {size} columns beside {self._angles}"
+        self._angles = size // 2
+
+    def angles(self) -> tuple[_tape.Cell, _tape.Cell]:
+        """cos and sin, [T, size / 2] each, as an operation takes them."""
+        return _tape.Cell("cos"), _tape.Cell("sin")
+
+    def cache_arguments(self, cache: LayerCache) -> tuple:
+        """A layer's cache and where each row stands in it, as an operation that writes it takes them."""
+        cell = _tape.Cell
+        return *cache.arguments(), cell("sequences"), cell("positions"), cell("table"), cell("table_width")
 
     def scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
         if self._tiles.size == 0:
-            self._tiles = allocate(_policy.threads() * _SCRATCH, np.uint8)
+            self._tiles = allocate(_policy.threads() * _TILES, np.uint8)
         return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
@@ -272,9 +257,13 @@ class Plan:
         self.tape.add("exchange", _exchange.reduce_operation(), *memory, y, x, _NOTHING if bias is None else bias,
                       _NOTHING if weight is None else weight, out, _stride(out), ROWS, x.shape[1], eps)
 
-    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray, whole_k: np.ndarray,
-                       whole_v: np.ndarray) -> None:
-        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments()."""
+    def gather_columns(self, memory: tuple[np.ndarray, ...], k: np.ndarray, v: np.ndarray | None, whole_k: np.ndarray,
+                       whole_v: np.ndarray | None) -> None:
+        """New K and V columns of a KV row's ranks into whole heads; ``memory``: KVExchange.exchange_arguments().
+
+        ``v`` and ``whole_v`` None: one latent's columns instead of K and V.
+        """
+        v, whole_v = (_NOTHING if one is None else one for one in (v, whole_v))
         self.tape.add("exchange", _exchange.gather_operation(), *memory, k, v, _stride(k), whole_k, whole_v,
                       _stride(whole_k), ROWS)
 
@@ -288,45 +277,83 @@ class Plan:
                    cache: LayerCache) -> None:
         """Norm and rotate q [., heads * D] and k [., kv * D] in place; write k and v into the cache.
 
-        Pairs are (i, i + D/2). A key or value that the cache's type cannot hold leaves NaN in the cache there.
+        Pairs are (i, i + D/2). A key or value that the cache's type cannot hold leaves NaN in the cache there. A
+        position whose block is held elsewhere (-1 in the table) is not written.
         """
         size, n_kv = heads.head_dim, heads.n_kv_heads
-        assert q.shape[1] == heads.n_heads * size and k.shape == v.shape == (self.capacity, n_kv * size), \
-            f"rope_write: q {q.shape}, k {k.shape}, v {v.shape}"
+        assert q.shape[1] == heads.n_heads * size and k.shape == (self.capacity, n_kv * size) and \
+            v.shape == (self.capacity, n_kv * heads.value_dim), f"rope_write: q {q.shape}, k {k.shape}, v {v.shape}"
+        assert cache.values is not None, "rope_write: the cache holds no values of their own"
         self._check_cache("rope_write", cache, heads)
-        self.tape.add("rope", _attention.rope_write_operation(cache.kv_type), ROWS, q, _stride(q), k, _stride(k), v,
-                      _stride(v), *self._head_arguments(heads, norms, cache))
+        self.tape.add("rope", _cache_rows.rope_write_operation(*cache.types), ROWS, q, _stride(q), k, _stride(k), v,
+                      _stride(v), heads.n_heads, n_kv, size, heads.value_dim,
+                      *self._head_arguments(heads, norms, cache))
+
+    def cache_write(self, k: np.ndarray, v: np.ndarray | None, heads: Heads, cache: LayerCache) -> None:
+        """Write k [., kv * D] and v [., kv * value_dim] into the cache as they are; v None where it holds no values."""
+        n_kv, size = heads.n_kv_heads, 0 if v is None else heads.value_dim
+        assert k.shape == (self.capacity, n_kv * heads.head_dim), f"cache_write: k {k.shape}"
+        assert v is None or v.shape == (self.capacity, n_kv * size), f"cache_write: v of {size} columns"
+        assert (v is None) == (cache.values is None), "cache_write: values go where values are held"
+        self._check_cache("cache_write", cache, heads)
+        v = k if v is None else v
+        self.tape.add("rope", _cache_rows.cache_write_operation(*cache.types), ROWS, k, _stride(k), v, _stride(v), n_kv,
+                      heads.head_dim, size, *self.cache_arguments(cache))
 
     def attention(self, q: np.ndarray, heads: Heads, cache: LayerCache, scale: float, window: int,
-                  out: np.ndarray) -> None:
-        """out = softmax(scale * q K) V for q [., heads * D].
+                  out: np.ndarray, lse: np.ndarray | None = None, generated: bool = False) -> None:
+        """out [., heads * value_dim] = softmax(scale * q K) V for q [., heads * D].
 
-        A row attends to positions max(0, p - window + 1) ... p of its sequence (window 0: from 0).
+        A row attends to positions max(0, p - window + 1) ... p of its sequence (window 0: from 0), of which a cache
+        that is sharded holds some. ``lse`` [., heads] gets log(sum of exp(scale * q K)). A row that finds no position
+        here has out 0 and lse -inf. ``generated``: only of the step's first rows, as many as it says (GENERATED).
         """
-        assert q.shape == out.shape == (self.capacity, heads.n_heads * heads.head_dim), f"attention: q {q.shape}"
+        assert q.shape == (self.capacity, heads.n_heads * heads.head_dim), f"attention: q {q.shape}"
+        assert out.shape == (self.capacity, heads.n_heads * heads.value_dim), f"attention: out {out.shape}"
+        assert lse is None or lse.shape == (self.capacity, heads.n_heads), "attention: lse is one of each head"
         self._check_cache("attention", cache, heads)
         if not heads.n_heads:
             return
-        shared = (heads.starts, heads.stops, heads.n_kv_heads)
-        cell = _tape.Cell
-        group = heads.most_rows * int((heads.stops - heads.starts).max())
-        self.tape.add("attention", _attention.attention_operation(cache.kv_type), q, _stride(q), out, _stride(out),
-                      *cache.arguments(), *shared, cell("sequences"), cell("positions"), cell("table"),
-                      cell("table_width"), cell("tiles"), cell("n_tiles"), scale, heads.head_dim, window, group,
-                      cell("stretches"), cell("split"), cell("room"))
-        self.tape.add("attention", _attention.merge_operation(), out, _stride(out), *shared, cell("positions"),
-                      cell("tiles"), cell("n_tiles"), heads.head_dim, window, group, cell("stretches"), cell("split"),
-                      cell("room"))
+        tiling, cell = self._tiling(heads, cache.values is None, generated), _tape.Cell
+        written = (out, _stride(out), _NOTHING if lse is None else lse, 0 if lse is None else _stride(lse))
+        form = (heads.starts, heads.stops, heads.n_kv_heads, heads.group_parts, heads.most_queries, heads.value_dim,
+                tiling.width, window, cell("positions"), *tiling.cells())
+        self.tape.add("attention", _attention.attention_operation(*cache.types), q, _stride(q), *written,
+                      *cache.arguments(), cell("sequences"), cell("table"), cell("table_width"), cell("first"),
+                      *cache.shard, scale, heads.head_dim, *form)
+        self.tape.add("attention", _attention.merge_operation(*cache.types), *written, *form)
+
+    def merge_shards(self, parts: np.ndarray, lses: np.ndarray, out: np.ndarray) -> None:
+        """out [., heads * n] of what each place of a sharded cache gave, in order of the places.
+
+        ``parts`` [width, capacity, heads * n] and ``lses`` [width, capacity, heads] are outputs of :meth:`attention`:
+        out = sum of exp(lse_i - lse) part_i, lse = log(sum of exp(lse_i)). A part with lse -inf counts nothing.
+        """
+        (width, rows, heads), n = lses.shape, out.shape[1]
+        assert parts.shape == (width, rows, n) and rows == len(out) == self.capacity, f"merge_shards: {parts.shape}"
+        assert parts.strides[2] == lses.strides[2] == 4 and parts.dtype == lses.dtype == _F32, "contiguous columns"
+        if heads:
+            steps = [step // 4 for array in (parts, lses) for step in array.strides[:2]]
+            self.tape.add("attention", _attention.shards_operation(), ROWS, width, heads, n // heads, parts, lses,
+                          *steps, out, _stride(out))
 
     def _check_cache(self, name: str, cache: LayerCache, heads: Heads) -> None:
-        check_kv(cache.kv_type)
-        size, n_blocks = heads.head_dim, cache.keys.shape[0]
-        k_shape, v_shape, dtype = cache_shape(cache.kv_type, n_blocks, heads.n_kv_heads, size)
-        assert cache.keys.shape == k_shape and cache.values.shape == v_shape, \
-            f"{name}: caches {cache.keys.shape}, {cache.values.shape} for {heads.n_kv_heads} heads of {size}"
-        assert cache.keys.dtype == cache.values.dtype == dtype, f"{name}: {cache.keys.dtype} for {cache.kv_type}"
-        assert self._heads is None or self._heads.most_rows == heads.most_rows, f"{name}: groups of heads differ"
-        self._heads, self._n_blocks = heads, n_blocks
+        n_blocks, n_kv = cache.keys.shape[0], heads.n_kv_heads
+        keys, values = cache_shape(cache.kv_type, n_blocks, n_kv, heads.head_dim, cache.kv_type_v,
+                                   0 if cache.values is None else heads.value_dim)
+        for array, wanted in ((cache.keys, keys), (cache.values, values)):
+            assert array is None or (array.shape, array.dtype) == wanted, \
+                f"{name}: a cache {array.shape} {array.dtype} for {n_kv} heads of {heads.head_dim}, {heads.value_dim}"
+        assert heads.value_dim <= heads.head_dim or values is not None, \
+            f"{name}: {heads.value_dim} values of keys of {heads.head_dim}"
+        assert self._n_blocks in (0, n_blocks) and (self._n_blocks == 0 or self._shard == cache.shard), \
+            f"{name}: caches of {self._n_blocks} and {n_blocks} blocks, shards {self._shard} and {cache.shard}"
+        self._n_blocks, self._shard = n_blocks, cache.shard
+
+    def _tiling(self, heads: Heads, of_keys: bool, generated: bool) -> _Tiling:
+        width = _attention.padded(heads.value_dim, of_keys)
+        key = (heads.most_rows, heads.group_parts, heads.most_queries, heads.n_kv_heads, width, generated)
+        return self._tilings.setdefault(key, _Tiling(len(self._tilings), heads, width, generated))
 
     def run(self, rows: Rows, wanted: np.ndarray) -> None:
         """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
@@ -336,33 +363,61 @@ class Plan:
         assert rows.positions.shape == rows.sequences.shape == (m,), f"{rows.positions.shape}"
         assert rows.positions.dtype == rows.sequences.dtype == np.int32 and wanted.dtype == np.int64
         at, parts = _tape.address_of, _policy.threads()
-        tiles, n_tiles = np.empty(m + 1, np.int64), 0
-        stretches = int(rows.positions.max(initial=0)) // _attention.STRETCH + 1
-        split, room = 0, _NOTHING
-        if self._heads is not None:
-            heads = self._heads
-            n_tiles = _attention.tiles_kernel()(rows.sequences, rows.positions, table.reshape(-1), table.shape[1],
-                                                len(table), self._n_blocks, heads.most_rows, tiles)
-            assert n_tiles >= 0, "a position that is attended to has no block in the table"
-            pairs = n_tiles * heads.n_kv_heads
-            if parts > 1 and stretches > 1 and pairs < 4 * parts:
-                split, room = 1, self._split_room(pairs * stretches, heads)
-            assert rows.cos.shape == rows.sin.shape == (m, heads.head_dim // 2), f"cos {rows.cos.shape}"
-        self._run({"rows": m, "wanted": len(wanted), "chosen": at(wanted), "positions": at(rows.positions),
-                   "sequences": at(rows.sequences), "table": at(table), "table_width": table.shape[1],
-                   "cos": at(rows.cos), "sin": at(rows.sin), "tiles": at(tiles), "n_tiles": n_tiles,
-                   "stretches": stretches, "split": split, "room": at(room)}, parts)
+        first = np.zeros(len(table), np.int32) if rows.first is None else rows.first
+        assert first.shape == (len(table),) and first.dtype == np.int32, f"first {first.shape} for table {table.shape}"
+        angles = None if self._angles is None else (m, self._angles)
+        assert angles is None or rows.cos.shape == rows.sin.shape == angles, f"cos {rows.cos.shape}, not {angles}"
+        values = {"rows": m, "wanted": len(wanted), "chosen": at(wanted), "positions": at(rows.positions),
+                  "sequences": at(rows.sequences), "table": at(table), "table_width": table.shape[1],
+                  "first": at(first), "cos": at(rows.cos), "sin": at(rows.sin), "generated": rows.generated}
+        self.rows = rows
+        held = [self._cut(rows, first, tiling, parts, values) for tiling in self._tilings.values()]
+        if self._n_blocks and all(tiling.generated for tiling in self._tilings.values()):
+            # Rows that are written alone are checked all the same
+            self._tiles_of(rows, first, 1, m)
+        self._run(values, parts)
+        del held        # the tiles, which the run needed
 
-    def _split_room(self, pieces: int, heads: Heads) -> np.ndarray:
-        width = -(-heads.head_dim // 16) * 16 + 2
-        size = pieces * heads.most_rows * int((heads.stops - heads.starts).max()) * width
-        if self._room.size < size:
-            self._room = np.empty(size, np.float32)
-        return self._room
+    def _tiles_of(self, rows: Rows, first: np.ndarray, most_rows: int, count: int) -> tuple[np.ndarray, int]:
+        """First rows of tiles [n + 1] of the first ``count`` rows, and n."""
+        table, tiles = rows.block_table, np.empty(count + 1, np.int64)
+        n_tiles = _attention.tiles_kernel()(rows.sequences[:count], rows.positions[:count], table.reshape(-1),
+                                            table.shape[1], len(table), self._n_blocks, first, *self._shard, most_rows,
+                                            tiles)
+        assert n_tiles >= 0, "a position that is attended to has no block in the table"
+        return tiles, n_tiles
 
-    def run_alone(self, rows: int) -> None:
-        """Run where no operation knows of sequences or a cache."""
-        self._run({"rows": rows, "wanted": rows, "chosen": 0}, _policy.threads())
+    def _cut(self, rows: Rows, first: np.ndarray, tiling: _Tiling, parts: int, values: dict[str, int]) -> np.ndarray:
+        """Give the cells of a tiling their values; returns what has to outlive the run."""
+        heads, at = tiling.heads, _tape.address_of
+        count = rows.generated if tiling.generated else len(rows.positions)
+        tiles, n_tiles = self._tiles_of(rows, first, heads.most_rows, count)
+        stretches = int(rows.positions[:count].max(initial=0)) // _attention.STRETCH + 1
+        queries = int(np.diff(tiles[:n_tiles + 1]).max(initial=1)) * heads.row_queries
+        each = n_tiles * heads.n_kv_heads * heads.group_parts * queries * (tiling.width + 2)
+        run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
+        if parts > 1 and stretches > 1 and items < CROWD * parts:
+            # Single stretches where their sums fit the room, else spans of them, else all by one thread.
+            for run in (1, _attention.SPAN):
+                pieces = -(-stretches // run)
+                if pieces > 1 and 4 * each * pieces <= self.scratch_nbytes:
+                    break
+            else:
+                run, pieces = 0, 1
+        if run and self._room.size < each * pieces:
+            self._room = np.empty(each * pieces, np.float32)
+        given = (at(tiles), n_tiles, run, pieces, queries, at(self._room))
+        values.update((cell.name, value) for cell, value in zip(tiling.cells(), given, strict=True))
+        return tiles
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that attention's split has come to take."""
+        return self._room.nbytes
+
+    def run_alone(self, rows: int, **more: int) -> None:
+        """Run where no operation knows of sequences or a cache; ``more``: values of cells of the caller's own."""
+        self._run({"rows": rows, "wanted": rows, "chosen": 0, **more}, _policy.threads())
 
     def _run(self, values: dict[str, int], parts: int) -> None:
         if not self._ready:
@@ -376,6 +431,12 @@ class Plan:
         return self.tape.seconds()
 
 
+def attention_room(threads: int, value_dim: int, positions: int, scratch: int) -> int:
+    """Bytes that attention may come to take beside its threads' tiles, over ``positions``; at most ``scratch``."""
+    sums = 4 * _attention.QUERIES * (_attention.padded(value_dim, True) + 2)
+    return min(scratch, CROWD * threads * -(-positions // _attention.STRETCH) * sums) if threads > 1 else 0
+
+
 def _stride(x: np.ndarray) -> int:
     contiguous = x.ndim == 2 and (x.strides[1] == 4 or x.shape[1] <= 1 or not len(x))
     assert x.dtype == _F32 and contiguous, f"rows of {x.dtype}, shape {x.shape}, strides {x.strides}"
@@ -385,38 +446,3 @@ def _stride(x: np.ndarray) -> int:
 def _same(name: str, x: np.ndarray, y: np.ndarray, vector: np.ndarray | None) -> None:
     assert x.shape == y.shape and (vector is None or vector.shape == x.shape[1:]), \
         f"{name}: {x.shape}, {y.shape}, {None if vector is None else vector.shape}"
-
-
-def check_kv(kv_type: str) -> None:
-    if kv_type not in KV_TYPES:
-        raise UsageError(f"kv-type cannot be {kv_type!r}: use one of {', '.join(KV_TYPES)}")
-
-
-def cache_shape(kv_type: str, n_blocks: int, kv_heads: int,
-                head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """(shape of K, shape of V, dtype) of one layer's cache; f16 and bf16 are kept as 16-bit words."""
-    check_kv(kv_type)
-    assert head_dim % 2 == 0, f"head_dim {head_dim} is odd"
-    if kv_type == "q8_0":
-        if head_dim % 32:
-            raise UsageError(f"kv-type q8_0 needs head sizes in blocks of 32, this model's are {head_dim}: use bf16")
-        shape = (n_blocks, kv_heads, _attention.Q8_BYTES * head_dim)
-        return shape, shape, np.dtype(np.int8)
-    pair, columns = PAIR[kv_type], -(-head_dim // 16)
-    lanes = (16, 2) if pair == 2 else (16,)
-    k_shape = (n_blocks, kv_heads, BLOCK // 16, head_dim // pair, *lanes)
-    return k_shape, (n_blocks, kv_heads, columns, BLOCK // pair, *lanes), np.dtype(WORDS[kv_type])
-
-
-def cache_block_nbytes(kv_type: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of K and V in one block of 64 positions of one layer, padding included."""
-    k_shape, v_shape, dtype = cache_shape(kv_type, 1, kv_heads, head_dim)
-    return (int(np.prod(k_shape)) + int(np.prod(v_shape))) * dtype.itemsize
-
-
-def allocate_cache(kv_type: str, n_blocks: int, kv_heads: int,
-                   head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(K, V) of one layer, pages untouched until they are written."""
-    k_shape, v_shape, dtype = cache_shape(kv_type, n_blocks, kv_heads, head_dim)
-    k, v = (allocate(int(np.prod(shape)), dtype).reshape(shape) for shape in (k_shape, v_shape))
-    return k, v

@@ -19,7 +19,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 # Storeys from the top; a module may import its own storey and those below
 STOREYS = (("main",), ("cli",), ("bench",), ("engine",), ("models",), ("layers",),
-           ("partition", "collectives", "kernels", "plan", "experts", "io", "config", "log"),
+           ("partition", "collectives", "kernels", "plan", "cache", "experts", "latent",
+            "latent_prompt", "io", "config", "log"),
            ("jit", "formats", "quant", "machine"), ("errors",))
 LEVEL = {place: len(STOREYS) - depth for depth, storey in enumerate(STOREYS) for place in storey}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.partition import Share, row_columns
 
@@ -76,12 +77,19 @@ def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: 
     ``weight_bytes``: all that it holds; ``embedding_bytes``: of the embedding's part, which an untied model only looks
     up; ``block_bytes``: of a cache block of ``block`` positions, all layers.
     """
-    queries, keys = share.heads.size * model.head_dim, share.kv_columns.size
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-    layer = model.hidden * (2 * queries + 2 * keys + 3 * round(columns))
+    layer = registry.attention_products(model, share) + 3 * round(columns) * model.hidden
+    key, value = scored(model)
     return Costs(weight_bytes - (0 if model.tied else embedding_bytes), block_bytes / block,
-                 2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size, 4 * queries * model.n_layers,
-                 model.windows)
+                 2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size,
+                 2 * share.heads.size * (key + value) * model.n_layers, model.windows)
+
+
+def scored(model: ModelConfig) -> tuple[int, int]:
+    """Columns of keys and of values that a head's query meets at a position: of the latent row, if that is cached."""
+    if model.latent and model.mla:
+        return model.kv_rank + model.rope_dim, model.kv_rank
+    return model.head_dim, model.value_dim or model.head_dim
 
 
 def budget(test: SpeedTest, step_seconds: float, rows: int, seconds: float, repetitions: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from mpillm.config import RunConfig, format_size
 from mpillm.engine import probe
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.generate import STEP_RECORD, BatchLoop, Ends
-from mpillm.engine.kvcache import allocate, block_bytes
+from mpillm.engine.kvcache import form, share_block_bytes, share_cache
 from mpillm.engine.probe import Ranks, Reader
 from mpillm.engine.request import Request, Result, Sampling
 from mpillm.engine.sampling import Sampler
@@ -37,7 +37,7 @@ LOG = logging.getLogger("mpillm.bench")
 FAMILIES = ("gemm", "attention", "elementwise", "sampling", "exchange")
 #: operations of a plan -> family, where it has another name
 FAMILY_OF = {"linear": "gemm", "quantise": "elementwise", "norm": "elementwise", "rope": "elementwise",
-             "silu": "elementwise", "lookup": "elementwise"}
+             "silu": "elementwise", "lookup": "elementwise", "experts": "gemm", "latent": "gemm"}
 LIMIT_SECONDS = 0.3           # of measuring the machine's limits, before each test and after
 
 
@@ -143,21 +143,24 @@ def _scheduler(sequences: list[Sequence], n_blocks: int, chunk: int) -> Schedule
 
 def filled_cache(loaded: Loaded, n_blocks: int) -> list[LayerCache]:
     """A cache of which every block holds the same random keys and values, of standard deviation 1."""
-    config, kv_type = loaded.config, loaded.settings.kv_type
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    cache = allocate(kv_type, config.n_layers, n_blocks, kv_heads, config.head_dim)
+    config, settings = loaded.config, loaded.settings
+    share = loaded.split.partition.shares[loaded.replica.rank]
+    cache = share_cache(settings, config, share, n_blocks)
+    kv_heads, key, value = form(config, share)
     rng = np.random.default_rng(0)
-    count, half, zero = kernels.BLOCK, config.head_dim // 2, np.zeros(kv_heads, np.int32)
-    k, v = (rng.standard_normal((count, kv_heads * config.head_dim), np.float32) for _ in range(2))
-    heads, nothing = kernels.Heads(config.head_dim, 0, zero, zero), np.zeros(count, np.int64)
-    # A first block through the cache's own write, turned by no angle; copies of it for the others
+    count, zero = kernels.BLOCK, np.zeros(kv_heads, np.int32)
+    k, v = (rng.standard_normal((count, kv_heads * size), np.float32) for size in (key, value))
+    heads, nothing = kernels.Heads(key, 0, zero, zero, value), np.zeros(count, np.int64)
+    # A first block through the cache's own write; copies of it for the others
     rows = kernels.Rows(nothing, np.arange(count, dtype=np.int32), nothing.astype(np.int32), np.zeros((1, 1), np.int32),
-                        np.ones((count, half), np.float32), np.zeros((count, half), np.float32))
+                        np.ones((count, 1), np.float32), np.zeros((count, 1), np.float32))
     for layer in cache if kv_heads else ():
         plan = kernels.Plan(count)
-        plan.rope_write(np.zeros((count, 0), np.float32), k, v, heads, kernels.HeadNorms(), layer)
+        plan.cache_write(k, None if layer.values is None else v, heads, layer)
         plan.run(rows, nothing[:0])
-        layer.keys[1:], layer.values[1:] = layer.keys[:1], layer.values[:1]
+        for array in (layer.keys, layer.values):
+            if array is not None:
+                array[1:] = array[:1]
     return cache
 
 
@@ -165,7 +168,7 @@ def run_test(loaded: Loaded, test: SpeedTest, amount: int, cache: list[LayerCach
     """One run of ``amount`` tokens ("tg") or sequences ("pp") on ``cache``. Raises ModelError."""
     replica, settings = loaded.replica, loaded.settings
     sequences = sequences_of(test, amount, loaded.config.vocab)
-    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.prefill_chunk)
+    scheduler = _scheduler(sequences, blocks_of(test, amount), settings.chunk)
     shares, sink = loaded.split.partition.shares, _Sink()
     share = shares[replica.rank]
     sampler = Sampler(replica, share.vocab.start, max(other.vocab.size for other in shares))
@@ -233,7 +236,7 @@ def measure_model(loaded: Loaded, tests: list[SpeedTest], repetitions: int, seco
 
 def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: float,
                   limits: MachineLimits) -> dict[str, Any] | None:
-    world, chunk = loaded.ranks.world, loaded.settings.prefill_chunk
+    world, chunk = loaded.ranks.world, loaded.settings.chunk
     whole = test.count if test.kind == "tg" else test.batch
     # Try one step (of one sequence, where they run one behind another): it warms up, and shows what is affordable
     first = min(2, whole) if test.kind == "tg" else 1
@@ -259,8 +262,8 @@ def _measure_test(loaded: Loaded, test: SpeedTest, repetitions: int, seconds: fl
 def _cache_for(loaded: Loaded, test: SpeedTest, amount: int) -> list[LayerCache] | None:
     """A filled cache for a run; None, with a line, when one of the ranks lacks the memory."""
     world, config = loaded.ranks.world, loaded.config
-    kv_heads = loaded.split.partition.shares[loaded.replica.rank].kv_heads.size
-    needed = blocks_of(test, amount) * block_bytes(loaded.settings.kv_type, config.n_layers, kv_heads, config.head_dim)
+    share = loaded.split.partition.shares[loaded.replica.rank]
+    needed = blocks_of(test, amount) * share_block_bytes(loaded.settings, config, share)
     free = world.free_nbytes()
     if max(world.allgather(needed - int(0.9 * free))) > 0:
         if world.rank == 0:
@@ -274,7 +277,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
          limits: list[float], key: tuple[str, str]) -> dict[str, Any]:
     """The figures of a test, summed over the ranks where they are theirs."""
     world = loaded.ranks.world
-    steps = list(planned_steps(test, amount, loaded.settings.prefill_chunk))
+    steps = list(planned_steps(test, amount, loaded.settings.chunk))
     own = np.array([sum(map(loaded.costs.bytes_of, steps)), sum(map(loaded.costs.operations_of, steps))])
     moved, operations = map(float, np.sum(world.allgather(own), axis=0))
     speeds = [run.tokens / run.seconds for run in runs]
@@ -291,7 +294,7 @@ def _row(loaded: Loaded, test: SpeedTest, amount: int, runs: list[Run],
         "bandwidth": limits[0], "peak": limits[1], "peak_of": " ".join(key),
         "limit_ts": tokens / max(moved / limits[0], operations / limits[1]),
         "repetitions": len(runs), "n_measured": amount, "n_steps": len(steps), "kv_type": loaded.settings.kv_type,
-        "model": loaded.name}
+        "kv_type_v": loaded.settings.kv_type_v, "model": loaded.name}
     return world.bcast(row)
 
 

@@ -67,6 +67,7 @@ def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--weights", type=weights, metavar="FORMAT|RECIPE", default="auto",
                        help="as for run (default auto)")
     model.add_argument("--kv-type", choices=config.KV_TYPES, default="bf16", help="as for run (default bf16)")
+    model.add_argument("--kv-type-v", choices=config.KV_TYPES, default="", help="as for run (default: as --kv-type)")
     model.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     model.add_argument("--collectives", choices=config.COLLECTIVES, default=config.COLLECTIVES[0], help="as for run")
     model.add_argument("--prefill-chunk", type=_positive, default=512, metavar="N", help="as for run (default 512)")
@@ -229,16 +230,19 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     from mpillm.models.weights import Weights
 
     settings = config.RunConfig(
-        prompts="", model=given.model, weights=given.weights, kv_type=given.kv_type, kv_mode=given.kv_mode,
-        collectives=given.collectives, prefill_chunk=given.prefill_chunk, tp=world.size, max_batch=max(given.batch))
+        prompts="", model=given.model, weights=given.weights, kv_type=given.kv_type, kv_type_v=given.kv_type_v,
+        kv_mode=given.kv_mode, collectives=given.collectives, prefill_chunk=given.prefill_chunk, tp=world.size,
+        max_batch=max(given.batch))
 
     def job() -> run.Job:
         path = io.find_model(given.model)
         model, checkpoint = open_model(path, settings.tie_embeddings)
         checkpoint.close()
-        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {}, 0)
+        own, model = setup.decided(settings, model)
+        return run.Job(path, model, "", model.context, frozenset(), int(time.time()), {}, 0, own)
 
     found = world.agree(job)
+    settings = found.settings
     weights = world.agree_all(lambda: Weights(open_checkpoint(found.path), found.model))
     free = min(world.allgather(world.free_nbytes()))
     split = world.agree(lambda: setup.choose_split(settings, found.model, weights, world.size, free))

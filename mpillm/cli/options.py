@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     split_options(split)
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
-    batch.add_argument("--prefill-chunk", type=int, metavar="N", help="prompt tokens in a step (default 512)")
+    batch.add_argument("--prefill-chunk", type=int, metavar="N",
+                       help="prompt tokens in a step (default 512; with latent attention and --mla auto 4096)")
     batch.add_argument("--batching", choices=("continuous", "static"),
                        help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
                             "as a whole before the next one begins (static: slower, for comparison)")
@@ -123,9 +124,17 @@ def memory_options(memory: Any) -> None:
                              "bf16), or one for each group of tensors, such as attn=q8_0,ffn=q4_0,default=bf16; "
                              "groups: attn, ffn, shared, experts, embedding, head")
     memory.add_argument("--kv-type", choices=config.KV_TYPES, help="type of the KV cache (default bf16)")
+    memory.add_argument("--kv-type-v", choices=config.KV_TYPES,
+                        help="type of the cached values alone (default: that of --kv-type)")
+    memory.add_argument("--mla", choices=config.MLA,
+                        help="what is cached of latent attention (DeepSeek): keys and values of each head (0), the "
+                             "latent and its values' part again (1), the latent (2), the latent, which prompts are "
+                             "brought out of for a stretch at a time (3); default auto: 3")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
                         help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
                              "--max-batch sequences of full length need)")
+    memory.add_argument("--attention-scratch", type=_size, metavar="SIZE",
+                        help="bytes per rank that attention may take, however long the context (default 64MiB)")
     memory.add_argument("--tie-embeddings", action="store_true",
                         help="take the embedding as output head where the file has none")
     memory.add_argument("--fast", action="store_true",

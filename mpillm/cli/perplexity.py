@@ -111,7 +111,7 @@ def parse(argv: list[str]) -> tuple[dict[str, Any], config.RunConfig]:
     settings = config.resolve({}, {"prompts": given["text"], **found})
     # Two windows fill a step when one ends in it; more would take memory alone
     window = given["window"] or LONGEST
-    return check(given), dataclasses.replace(settings, max_batch=1 + -(-settings.prefill_chunk // max(window, 1)))
+    return check(given), dataclasses.replace(settings, max_batch=1 + -(-settings.chunk // max(window, 1)))
 
 
 def check(given: dict[str, Any]) -> dict[str, Any]:
@@ -133,11 +133,12 @@ def prepare(given: dict[str, Any], settings: config.RunConfig, text: Text) -> tu
     """On rank 0: model and windows are usable; fills ``text``. Raises MpillmError."""
     from mpillm import io
     from mpillm.cli import run
-    from mpillm.engine import score
+    from mpillm.engine import score, setup
     from mpillm.models.parse import open_model
 
     path = io.find_model(settings.model)
     model, checkpoint = open_model(path, settings.tie_embeddings)
+    settings, model = setup.decided(settings, model)
     with contextlib.closing(checkpoint):
         for line in checkpoint.warnings:
             LOG.warning("%s", line)
@@ -158,7 +159,8 @@ def prepare(given: dict[str, Any], settings: config.RunConfig, text: Text) -> tu
     if not (windows := score.count_windows(tokens, window, stride)):
         raise InputError(f"{settings.prompts} has {tokens} token(s): a score needs two")
     # The context bounds the cache that is taken
-    job = run.Job(path, model, "", min(window, tokens), frozenset(), int(time.time()), run.versions(), 0)
+    job = run.Job(path, model, "", min(window, tokens), frozenset(), int(time.time()), run.versions(), 0,
+                  settings)
     return job, Plan(tokens, window, stride, windows)
 
 
@@ -192,7 +194,7 @@ def _work(world: World, given: dict[str, Any], settings: config.RunConfig, job: 
     placement = world.place(settings.threads_per_rank, settings.pin)
     kernels.set_threads(placement.threads)
     kernels.prepare_threads(world.crowded)
-    work = cost.Work(plan.windows, min(plan.window, plan.tokens), 0, settings.max_batch, settings.prefill_chunk)
+    work = cost.Work(plan.windows, min(plan.window, plan.tokens), 0, settings.max_batch, settings.chunk)
     choice = layout.choose(world, settings, job.model, weights, free, placement.threads, lambda: work)
     split = world.agree(lambda: setup.choose_split(settings, job.model, weights, world.size, free, choice))
     replica = world.split(split.layout.tp, split.layout.dp, settings.collectives, wire=settings.wire,
@@ -217,7 +219,7 @@ def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, 
     from mpillm import kernels
     from mpillm.engine.blocks import BlockLedger, blocks_for
     from mpillm.engine.generate import BatchLoop, Ends
-    from mpillm.engine.kvcache import allocate
+    from mpillm.engine.kvcache import share_cache
     from mpillm.engine.replica import cache_blocks
     from mpillm.engine.sampling import Sampler
     from mpillm.engine.scheduler import Limits, Scheduler
@@ -239,9 +241,9 @@ def score_share(world: World, settings: config.RunConfig, job: Job, plan: Plan, 
         if cache is None:
             share = split.partition.shares[replica.rank]
             blocks = cache_blocks(world, settings, job, split, replica)
-            cache = allocate(settings.kv_type, job.model.n_layers, blocks, share.kv_heads.size, job.model.head_dim)
+            cache = share_cache(settings, job.model, share, blocks)
             sampler = Sampler(replica, share.vocab.start, max(s.vocab.size for s in split.partition.shares))
-        scheduler = Scheduler(BlockLedger(blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
+        scheduler = Scheduler(BlockLedger(blocks), Limits(settings.max_batch, settings.chunk, kernels.BLOCK),
                               context_blocks=blocks_for(job.context, kernels.BLOCK))
         loop = BatchLoop(model.model, cache, scheduler, sampler, replica, sink, ends, keep_logits="none",
                          text_stream=lambda sequence: None, replica=replica.index, clock_start=clock)
@@ -276,7 +278,8 @@ def report(given: dict[str, Any], settings: config.RunConfig, job: Job, plan: Pl
         **figures, "window": plan.window, "stride": plan.stride, "windows": plan.windows, "bytes": text.nbytes,
         "start_tokens": text.start_tokens, "text": os.path.abspath(settings.prompts), "text_sha256": text.sha256,
         "model": os.path.abspath(job.path), "weight_formats": split.formats, "kv_type": settings.kv_type,
-        "kv_mode": settings.kv_mode, "collectives": settings.collectives, "instructions": kernels.tier(),
+        "kv_type_v": settings.kv_type_v, "kv_mode": settings.kv_mode,
+        "collectives": settings.collectives, "instructions": kernels.tier(),
         "fast": settings.fast, "layout": split.choice.to_dict(), "mpillm_version": __version__, **more}
     target = os.path.realpath(given["json"])
     try:

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
                    help="as for run; sharded is planned only, it does not run yet")
     p.add_argument("--kv-type", choices=config.KV_TYPES, default="bf16", help="as for run (default bf16)")
     p.add_argument("--kv-type-v", choices=config.KV_TYPES,
-                   help="of values where they are apart: --mla 0 and 1 (default: --kv-type)")
+                   help="of values where they are apart: not in --mla 2 and 3 (default: --kv-type)")
     p.add_argument("--mla", choices=("auto", "0", "1", "2", "3"), default="auto",
                    help="how latent attention caches (default auto: 3)")
     p.add_argument("--machine", metavar="FILE", help="what `mpillm bench machine --json FILE` measured on one node")
@@ -165,9 +165,6 @@ def _mode(given: argparse.Namespace, subject: Subject) -> Mode:
     if given.mla != "auto":
         raise UsageError(f"--mla {given.mla} is for models with latent attention (DeepSeek), {subject.name} has keys "
                          "and values of each head: leave it out")
-    if given.kv_type_v not in (None, given.kv_type):
-        raise UsageError(f"--kv-type-v {given.kv_type_v} is for --mla 0 and 1: models with K and V of each head have "
-                         "one --kv-type")
     return Mode(given.kv_mode)
 
 

@@ -61,7 +61,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [f"{model['name']}: " + ", ".join(f"{key} {value}" for key, value in model.items() if key != "name"),
              f"weights {', '.join(found['weights'])} (by {found['weights_from']}); {found['ranks']} rank(s): "
              f"{found['dp']} replica(s) x {found['tp']}; {found['batch']} sequence(s) of {found['context']} positions, "
-             f"cache {found['kv_type']}"]
+             f"cache {' and '.join(dict.fromkeys((found['kv_type'], found['kv_type_v'])))}"]
     lines += [f"note: {reason}" for reason in found["not_yet"]]
     if found["modes_alike"] and found["tp"] > 1:
         lines.append("note: no two ranks share a KV head, so all --kv-mode come to the same")

@@ -74,7 +74,7 @@ def run(argv: list[str] | None) -> int:
     guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
     job = world.agree(lambda: prepare(settings, hold))
     try:
-        return job if isinstance(job, int) else _work(world, settings, job, hold, clock)
+        return job if isinstance(job, int) else _work(world, job.settings, job, hold, clock)
     finally:
         if hold.outputs is not None:
             hold.outputs.release()
@@ -95,6 +95,7 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
     try:
         io.check_template(settings.chat_template)
         model, checkpoint = open_model(path, settings.tie_embeddings)
+        settings, model = setup.decided(settings, model)
         with contextlib.closing(checkpoint):
             for line in checkpoint.warnings:
                 LOG.warning("%s", line)
@@ -108,7 +109,8 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
         LineReader(settings, model, context, tokenizer)     # its defaults are checked
         attempt = find_begun(settings, hold, identity)
         eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return Job(path, model, hold.outputs.parts, context, eos_ids, hold.what["created"], versions(), attempt)
+        return Job(path, model, hold.outputs.parts, context, eos_ids, hold.what["created"], versions(), attempt,
+                   settings)
     except MpillmError:
         hold.outputs.release()
         raise
@@ -297,11 +299,13 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     if settings.fast and kernels.tier() in ("generic", "avx2"):
         LOG.info("--fast changes nothing with these instructions: they do not multiply bf16")
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
-    compilers = max(1, min(world.node_size, world.cores, COMPILERS))
+    compilers, mla = max(1, min(world.node_size, world.cores, COMPILERS)), model.mla if model.latent else None
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
+                        settings.kv_type_v, mla)
     world.barrier_quiet()
-    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0)
+    kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, kv_type_v=settings.kv_type_v,
+                    mla=mla)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
 
@@ -381,7 +385,9 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
         title += f"; the last {laid.idle} idle" if laid.idle else ""
         LOG.info("%s", report.place_table(placement.table[laid.tp:], title))
     report.announce_rules(split.rules)
-    if split.partition.width == 1:
+    if model.latent:
+        LOG.info("latent attention: --mla %d, prompts in steps of %d tokens", model.mla, settings.chunk)
+    if split.partition.width == 1 and not model.latent:
         LOG.info("KV rows have one rank each: --kv-mode redundant and allgather are the same here")
     LOG.info("balance (mean over maximum of the bytes that a step reads): %.3f", balance(split.partition))
     for line in placement.warnings:
@@ -397,7 +403,8 @@ def _header(world: collectives.World, settings: RunConfig, job: Job, split: setu
               "rows": split.partition.rows, "width": split.partition.width, "collectives": settings.collectives,
               "wire": world.wire, "instructions": kernels.tier()}
     model = {**dataclasses.asdict(job.model), "path": os.path.abspath(job.path), "weight_formats": split.formats,
-             "kv_type": settings.kv_type}
+             "kv_type": settings.kv_type, "kv_type_v": settings.kv_type_v,
+             "mla": job.model.mla if job.model.latent else None}
     assert hold.prompts is not None, "rank 0 has the prompts"
     return {"mpillm_version": __version__, "prompts": hold.prompts.digest,
             "identity": json.dumps(hold.what["identity"]), "expired": expired,

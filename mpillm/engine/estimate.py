@@ -65,8 +65,9 @@ class Asked:
 
     def run(self, kv_mode: str) -> RunConfig:
         """The options of the run that is planned; where K/V is sharded its weights are those of allgather."""
-        return RunConfig("", weights=self.weights, kv_type=self.kv_type, max_batch=self.batch,
-                         prefill_chunk=self.chunk, kv_mode="redundant" if kv_mode == "redundant" else "allgather")
+        return RunConfig("", weights=self.weights, kv_type=self.kv_type, kv_type_v=self.kv_type_v,
+                         max_batch=self.batch, prefill_chunk=self.chunk,
+                         kv_mode="redundant" if kv_mode == "redundant" else "allgather")
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Dense:
               copies: Counter[int]) -> RankFigures:
         model, sharded = self._model, mode.kv_mode == "sharded"
         heads = model.n_kv_heads // split.rows if sharded and split.width > 1 else share.kv_heads.size
-        block = kvcache.block_bytes(asked.kv_type, model.n_layers, heads, model.head_dim)
+        block = kvcache.block_bytes(asked.kv_type, model.n_layers, heads, model.head_dim, asked.kv_type_v)
         width = split.width if sharded else 1
         blocks = -(-asked.blocks * asked.batch // width)
         return RankFigures(

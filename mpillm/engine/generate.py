@@ -100,10 +100,11 @@ class _Live:
 
 
 def sequences_of(requests: list[Request], ends: Ends, run_seed: int, keep_logits: str = "none",
-                 salt: Callable[[int], bytes] = lambda length: b"") -> list[Sequence]:
+                 salt: Callable[[int], bytes] = lambda length: b"", prompts_apart: bool = False) -> list[Sequence]:
     """One sequence for each item and sample of the requests, in order.
 
-    ``salt(prompt length)``: what keys and values depend on beside the token ids (`Rope.salt`).
+    ``salt(prompt length)``: what keys and values depend on beside the token ids (`Rope.salt`); ``prompts_apart``:
+    behind the prompt on its length too.
     """
     found = []
     for request in requests:
@@ -113,7 +114,8 @@ def sequences_of(requests: list[Request], ends: Ends, run_seed: int, keep_logits
             found += [Sequence(request, item, sample, ids,
                                resolve_max_tokens(request.sampling, len(ids), ends.context),
                                sequence_seed(run_seed, request, item, sample), whole_prompt=whole,
-                               salt=salt(len(ids)))
+                               salt=salt(len(ids)),
+                               salt_behind=len(ids).to_bytes(8, "little") if prompts_apart else b"")
                       for sample in range(request.sampling.n)]
     return found
 
@@ -164,7 +166,7 @@ class BatchLoop:
     def admit(self, requests: list[Request]) -> None:
         """Requests join the batch; those that the empty cache could not hold fail."""
         refused = self.scheduler.add(sequences_of(
-            requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt))
+            requests, self.ends, self.run_seed, self.keep_logits, self.model.rope.salt, self.model.prompts_apart))
         ledger, block = self.scheduler.ledger, self.scheduler.limits.block
         for sequence, blocks in refused if self.is_root else ():
             self.sink.failed(sequence.request, (
@@ -208,14 +210,22 @@ class BatchLoop:
             tokens = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in parts])
             positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in parts])
             slots, prompts = np.repeat(slots, counts), np.repeat(prompts, counts)
+        generated, place = 0, np.arange(len(positions))
+        if self.model.prompts_apart:
+            # Rows behind their prompts go first, whatever step they are in
+            behind = positions >= prompts
+            generated, order = int(behind.sum()), np.argsort(~behind, kind="stable")
+            tokens, positions, slots, prompts = tokens[order], positions[order], slots[order], prompts[order]
+            place[order] = np.arange(len(order))
         cos, sin = self.model.rope.rows(positions, np.maximum(prompts, positions + 1))
         wanted, owners, first = [], [], 0
         for part in parts:
             for position in self._wanted_positions(part):
-                wanted.append(first + position - part.start)
+                wanted.append(place[first + position - part.start])
                 owners.append((part, position))
             first += part.count
-        rows = Rows(tokens, positions.astype(np.int32), slots.astype(np.int32), self.scheduler.block_table, cos, sin)
+        rows = Rows(tokens, positions.astype(np.int32), slots.astype(np.int32), self.scheduler.block_table, cos, sin,
+                    generated=generated)
         return rows, np.array(wanted, np.int64), owners
 
     def _wanted_positions(self, part: Part) -> range:

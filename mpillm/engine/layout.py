@@ -32,8 +32,8 @@ def work_of(sketches: Iterable[Sketch], lines: int, run: RunConfig) -> cost.Work
         prompts += one.samples * one.prompt
         new += one.samples * min(one.new, 256)
     if not samples or not lines:
-        return dataclasses.replace(GUESS, max_batch=run.max_batch, chunk=run.prefill_chunk)
-    return cost.Work(round(lines * samples / count), prompts / samples, new / samples, run.max_batch, run.prefill_chunk)
+        return dataclasses.replace(GUESS, max_batch=run.max_batch, chunk=run.chunk)
+    return cost.Work(round(lines * samples / count), prompts / samples, new / samples, run.max_batch, run.chunk)
 
 
 def candidates(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int) -> list[cost.Candidate]:
@@ -43,7 +43,7 @@ def candidates(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int,
     """
     sizes = registry.sizes(model, weights, run.weights)
     return [candidate(run, model, weights, partition(sizes, tp, run.kv_mode, run.moe_split), ranks, memory)
-            for tp in cost.sizes_to_try(ranks, model.n_heads, model.n_kv_heads)]
+            for tp in cost.sizes_to_try(ranks, model.n_heads, model.n_heads if model.latent else model.n_kv_heads)]
 
 
 def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Partition, ranks: int,
@@ -57,13 +57,12 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     free -= setup.activation_bytes(run, model, share)
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
-    kv_heads = max(other.kv_heads.size for other in split.shares)
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
-    layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
+    layer = registry.attention_products(model, share) + 3 * columns * model.hidden
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],
-        products=float(model.n_layers * model.hidden * layer), head_products=float(model.hidden * share.vocab.size),
-        cache_bytes=kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) // kernels.BLOCK,
+        products=float(model.n_layers * layer), head_products=float(model.hidden * share.vocab.size),
+        cache_bytes=max(kvcache.share_block_bytes(run, model, other) for other in split.shares) // kernels.BLOCK,
         free=free, sums=2 * model.n_layers + 1, row_bytes=4 * model.hidden)
 
 

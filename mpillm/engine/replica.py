@@ -19,7 +19,7 @@ from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.feed import Desk, Feed, Letters, Line
 from mpillm.engine.generate import BatchLoop, Ends
 from mpillm.engine.guided import Guides
-from mpillm.engine.kvcache import allocate
+from mpillm.engine.kvcache import share_cache
 from mpillm.engine.link import Link
 from mpillm.engine.output import ReplicaOutput
 from mpillm.engine.request import FailedLine, Request, Sampling, check_defaults, read_request
@@ -50,6 +50,7 @@ class Job:
     created: int                     # seconds since 1970
     versions: dict[str, str]
     attempt: int                     # which run on these outputs this is, from 0
+    settings: RunConfig              # as they were decided with the model known
 
 
 class LineReader:
@@ -83,7 +84,8 @@ def cache_blocks(world: World, settings: RunConfig, job: Job, split: setup.Split
     agreed = np.zeros(1, np.int64)
     if offers is not None:
         most = settings.max_batch * blocks_for(job.context, kernels.BLOCK)
-        agreed[0] = setup.agree_on_blocks(settings, most, [None if o[0] < 0 else int(o[0]) for o in offers])
+        agreed[0] = setup.agree_on_blocks(settings, most, [None if o[0] < 0 else int(o[0]) for o in offers],
+                                          setup.other_modes(settings, job.model, split))
     replica.bcast(agreed)
     return int(agreed[0])
 
@@ -120,10 +122,10 @@ def run_replica(world: World, settings: RunConfig, job: Job, split: setup.Split,
     share = split.partition.shares[replica.rank]
     widest = max(other.vocab.size for other in split.partition.shares)
     n_blocks = cache_blocks(world, settings, job, split, replica)
-    cache = allocate(settings.kv_type, job.model.n_layers, n_blocks, share.kv_heads.size, job.model.head_dim)
+    cache = share_cache(settings, job.model, share, n_blocks)
     LOG.info("cache: %d blocks of %d positions, up to %s on rank %d", n_blocks, kernels.BLOCK,
-             format_size(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)), world.rank)
-    scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.prefill_chunk, kernels.BLOCK),
+             format_size(sum(layer.nbytes for layer in cache)), world.rank)
+    scheduler = Scheduler(BlockLedger(n_blocks), Limits(settings.max_batch, settings.chunk, kernels.BLOCK),
                           context_blocks=blocks_for(job.context, kernels.BLOCK),
                           continuous=settings.batching == "continuous")
     with open_output(settings, job, split, replica, own, tokenizer) as output:

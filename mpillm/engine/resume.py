@@ -20,9 +20,9 @@ from mpillm.models.config import ModelConfig
 FILE = "run.json"
 VERSION = 2
 # Options on which a prompt's tokens, or what is stored of them, depend.
-OPTIONS = ("weights", "kv_type", "fast", "moe_split", "wire", "collectives", "max_model_len", "tie_embeddings",
-           "logits", "logits_type", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "logprobs", "stop",
-           "stop_token_ids", "ignore_eos", "seed", "parse_special")
+OPTIONS = ("weights", "kv_type", "kv_type_v", "mla", "fast", "moe_split", "wire", "collectives", "max_model_len",
+           "tie_embeddings", "logits", "logits_type", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n",
+           "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "parse_special")
 
 
 def identity(settings: RunConfig, model: ModelConfig, checkpoint: Any, template: bytes | None) -> dict[str, Any]:

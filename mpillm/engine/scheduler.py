@@ -46,6 +46,7 @@ class Sequence:
     finished: bool = False
     whole_prompt: bool = False     # logits of all its rows are wanted: none may come from the cache uncomputed
     salt: bytes = b""              # what its keys and values depend on beside the token ids
+    salt_behind: bytes = b""       # and those of blocks that reach behind the prompt
     scored: int = 0                # positions that were in the cache at some time: their logits were dealt with
     # The scheduler's own
     age: int = -1                  # number in the order of adding
@@ -281,6 +282,8 @@ class Scheduler:
         for at in range(sequence.published, sequence.computed // block):
             if at == len(sequence.keys):           # of generated tokens: for itself, when it is preempted
                 previous = sequence.keys[-1] if at else root_key(sequence.salt)
+                if at == len(sequence.prompt) // block and sequence.salt_behind:
+                    previous = root_key(previous + sequence.salt_behind)
                 sequence.keys.append(chain(previous, sequence.tokens(at * block, at * block + block)))
             self.ledger.publish(sequence.blocks[at], sequence.keys[at])
             self._settle(sequence.keys[at], sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from mpillm.engine.scheduler import Sequence
 from mpillm.errors import ResourceError, UsageError
 from mpillm.layers.attention import KVGather
 from mpillm.layers.linear import Reducer
-from mpillm.models import registry
+from mpillm.models import deepseek, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama, room_for
 from mpillm.models.load import LOADING_BYTES, Loader
@@ -45,6 +46,27 @@ class LoadedModel:
     nbytes: int
 
 
+LATENT_CHUNK = 4096        # prompt tokens in a step where the past is brought out of the latents for each
+
+
+def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]:
+    """Both with what ``--mla auto`` means for this model: mode 3, with larger steps of prompts unless they are given.
+
+    Raises UsageError for a mode that the model cannot have.
+    """
+    if not model.latent:
+        if run.mla != "auto":
+            raise UsageError(f"--mla {run.mla} is for models with latent attention (DeepSeek-V2, V3), and "
+                             f"{model.architecture} has keys and values of each KV head: leave it out")
+        return run, model
+    mode = 3 if run.mla == "auto" else int(run.mla)
+    if mode > 1 and run.kv_type_v != run.kv_type:
+        raise UsageError(f"--kv-type-v {run.kv_type_v}: --mla {mode} caches no values, they are part of the latent row "
+                         f"that --kv-type {run.kv_type} is for: leave it out, or use --mla 0 or 1")
+    chunk = LATENT_CHUNK if run.mla == "auto" and run.prefill_chunk is None else run.chunk
+    return (dataclasses.replace(run, mla=str(mode), prefill_chunk=chunk), dataclasses.replace(model, mla=mode))
+
+
 def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: int, memory: int,
                  choice: LayoutChoice | None = None) -> Split:
     """The layout and the split of the model over the ranks of a replica.
@@ -53,7 +75,8 @@ def choose_split(run: RunConfig, model: ModelConfig, weights: Weights, ranks: in
     largest tp that divides the ranks and fits. A layout that is asked for need only hold the weights; one that is
     chosen here leaves room for the runtime too. Raises UsageError (tp too large), ResourceError (nothing fits).
     """
-    kernels.cache_shape(run.kv_type, 1, 1, model.head_dim)      # raises where the type does not fit the heads
+    for share in partition(registry.sizes(model, weights, run.weights), 1).shares:
+        kvcache.share_block_bytes(run, model, share)        # raises where the type does not fit the heads
     if choice is None:
         found = layout(ranks, model.n_heads, lambda tp: fits(run, model, weights, tp, memory), run.tp)
         choice = LayoutChoice(found, "the largest that fits" if run.tp is None else f"--tp {run.tp}")
@@ -81,7 +104,7 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast = run.fast
+    built.fast, built.scratch = run.fast, run.attention_scratch
     return LoadedModel(built, loader.nbytes)
 
 
@@ -96,8 +119,16 @@ def context_of(run: RunConfig, model: ModelConfig) -> int:
 
 def cache_block_bytes(run: RunConfig, model: ModelConfig, split: Split, rank: int) -> int:
     """Bytes of one cache block, all layers, on ``rank``; 0 where no KV head is held."""
-    kv_heads = split.partition.shares[rank].kv_heads.size
-    return kvcache.block_bytes(run.kv_type, model.n_layers, kv_heads, model.head_dim) if kv_heads else 0
+    return kvcache.share_block_bytes(run, model, split.partition.shares[rank])
+
+
+def _latent_values(c: ModelConfig, share: Share) -> int:
+    """Values of a row between the parts of latent attention."""
+    heads, row = share.heads.size, c.kv_rank + c.rope_dim
+    own = 2 * (c.q_rank + row) + c.q_rank + 2 * heads * c.head_dim + heads * c.value_dim
+    if c.mla == 0:
+        return own + c.kv_rank + heads * (c.nope_dim + 2 * c.value_dim + c.head_dim)
+    return own + heads * (row + c.kv_rank + c.nope_dim + c.kv_rank)      # and what two products take of every head
 
 
 def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: int | None = None) -> int:
@@ -106,14 +137,20 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     ``threads`` of a rank; None: those that the kernels have here.
     """
     threads = kernels.threads() if threads is None else threads
-    rows = room_for(run.prefill_chunk + run.max_batch)
+    rows = room_for(run.chunk + run.max_batch)
+    rows += room_for(run.max_batch) if model.mla == 3 else 0        # steps without prompts have a plan of their own
     columns = max(share.columns.size, share.dense_columns.size, share.shared_columns.size)
-    widest = 7 * model.hidden + 4 * columns + 3 * model.experts + 3 * (share.heads.size + 2) * model.head_dim + 64
-    own = kernels.ROOM_WIDTH + model.head_dim            # outputs in a thread's own room
+    widest = 7 * model.hidden + 4 * columns + 3 * model.experts + 64
+    widest += _latent_values(model, share) if model.latent else 3 * (share.heads.size + 2) * model.head_dim
+    own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
     slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
-    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots
+    width = kvcache.form(model, share)[1]
+    attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
+    if model.mla == 3 and share.heads:
+        attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), rows, run.attention_scratch)
+    return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
 def affordable_blocks(run: RunConfig, block_bytes: int, free: int) -> int | None:
@@ -133,14 +170,27 @@ def wanted_blocks(sequences: Iterable[Sequence], max_batch: int) -> int:
     return max(1, sum(needs[:max_batch]))
 
 
-def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None]) -> int:
+def other_modes(run: RunConfig, model: ModelConfig, split: Split) -> str:
+    """What a block takes in the modes of latent attention that take less than the run's; empty if there is none."""
+    def needed(mla: int) -> int:
+        chosen = dataclasses.replace(model, mla=mla)
+        return max(kvcache.share_block_bytes(run, chosen, share) for share in split.partition.shares)
+
+    if not model.latent:
+        return ""
+    less = [mla for mla in (1, 2, 3) if needed(mla) < needed(model.mla)]
+    return "".join(f", --mla {mla} (which needs {format_size(needed(mla))} for a block instead of "
+                   f"{format_size(needed(model.mla))})" for mla in less)
+
+
+def agree_on_blocks(run: RunConfig, wanted: int, offers: Iterable[int | None], modes: str = "") -> int:
     """The replica's number of blocks: what is wanted, or the least that one of its ranks affords.
 
-    Raises ResourceError when a rank cannot hold a single block.
+    Raises ResourceError when a rank cannot hold a single block; ``modes``: what else would help.
     """
     least = min((offer for offer in offers if offer is not None), default=wanted)
     if least < 1:
         option = f"--kv-memory {format_size(run.kv_memory)}" if run.kv_memory is not None else "the memory left"
         raise ResourceError(f"{option} does not hold one cache block of {kernels.BLOCK} positions: give more memory, "
-                            "use more ranks per model or --kv-type bf16")
+                            f"use more ranks per model{modes} or --kv-type bf16")
     return min(wanted, least)

@@ -237,7 +237,8 @@ def _gather_lane(flags, slots, state, lane, plan, k, v, stride, k_out, v_out, ou
         mine = half + state[RANK] * slot
         for m in range(count):
             copy_bytes(slots, 4 * (mine + 2 * m * width), k, 4 * (row + m) * stride, 4 * width)
-            copy_bytes(slots, 4 * (mine + (2 * m + 1) * width), v, 4 * (row + m) * stride, 4 * width)
+            if v.size > 0:
+                copy_bytes(slots, 4 * (mine + (2 * m + 1) * width), v, 4 * (row + m) * stride, 4 * width)
         if not _meet(flags, state, lane, _KV):
             return
         for other in range(ranks):
@@ -247,7 +248,8 @@ def _gather_lane(flags, slots, state, lane, plan, k, v, stride, k_out, v_out, ou
             for m in range(count if columns > 0 else 0):
                 target = 4 * ((row + m) * out_stride + to)
                 copy_bytes(k_out, target, slots, 4 * (source + 2 * m * its_width), 4 * columns)
-                copy_bytes(v_out, target, slots, 4 * (source + (2 * m + 1) * its_width), 4 * columns)
+                if v_out.size > 0:
+                    copy_bytes(v_out, target, slots, 4 * (source + (2 * m + 1) * its_width), 4 * columns)
         row += count
 
 
@@ -257,7 +259,8 @@ def gather_parts(part, parts, flags, slots, state, plan, k, v, stride, k_out, v_
 
     k, v f32: this rank's ``width`` columns of each row, rows ``stride`` elements apart; k_out, v_out f32: the
     needed columns, rows ``out_stride`` apart. plan int64: own width, rows that fit a slot, then for each rank its
-    width, the first column wanted of it, where that goes, how many. Lanes take whole rows.
+    width, the first column wanted of it, where that goes, how many. Lanes take whole rows. v and v_out are empty where
+    there is one latent instead of K and V.
     """
     used = min(state[LANES], rows)
     if load_acquire(state, STATUS) != 0:

@@ -12,7 +12,7 @@ from typing import Any
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.attention import finish_head
+from mpillm.jit.cache_rows import cache_kinds, finish_head
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, linear_part, quantised_part, reads
 from mpillm.jit.isa import quantised, select
 from mpillm.jit.isa.amx import SCRATCH
@@ -141,8 +141,7 @@ def _heads_core(multiply: Any, finish: Any) -> Any:
     @policy.helper
     def heads_part(part, parts, x, x_scales, x_sums, x_bf16, rows, k, w, w_scales, stride, scale_stride, phase, bias,
                    room, each, tail, tiles, widened, each_widened, q, q_stride, heads, kv_heads, size, cos, sin,
-                   q_norm, k_norm, eps, k_cache, k_words, v_cache, v_words, pair, limit, row_seq, positions, table,
-                   table_width):
+                   q_norm, k_norm, eps, k_cache, k_words, v_cache, v_words, row_seq, positions, table, table_width):
         """Heads of queries, keys and values, of ``size`` outputs each, a thread its share; see finish_head."""
         y, scratch, panels = room[part * each:], tiles[part * SCRATCH:], widened[part * each_widened:]
         total = heads + 2 * kv_heads
@@ -154,7 +153,7 @@ def _heads_core(multiply: Any, finish: Any) -> Any:
                 for m in range(rows):
                     add_row(y, m * size, bias, head * size, size)
             finish(rows, head, y, size, q, q_stride, heads, kv_heads, size, cos, sin, q_norm, k_norm, eps, k_cache,
-                   k_words, v_cache, v_words, pair, limit, row_seq, positions, table, table_width)
+                   k_words, v_cache, v_words, row_seq, positions, table, table_width)
 
     return heads_part
 
@@ -182,10 +181,9 @@ def gated_operation(name: str, fast: bool = False) -> Operation:
 
 
 @lru_cache(None)
-def heads_operation(name: str, kv_type: str, fast: bool = False) -> Operation:
-    """Queries, keys and values of weights ``name``, with a cache of ``kv_type``."""
-    cache = (ELEMENTS[kv_type][::1], types.int16[::1])
-    core = _heads_core(product(name, fast), finish_head(kv_type))
-    return Operation(core, _named("heads", f"{name}_{kv_type}", fast), (
-        *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32, *cache, *cache, INT,
-        types.float32, INTS, INTS, INTS, INT))
+def heads_operation(name: str, kv_type: str, kv_type_v: str, fast: bool = False) -> Operation:
+    """Queries, keys and values of weights ``name``, with a cache of these types."""
+    core = _heads_core(product(name, fast), finish_head(kv_type, kv_type_v))
+    return Operation(core, _named("heads", f"{name}_{kv_type}_{kv_type_v}", fast), (
+        *_shared(name), F32_1, INT, INT, INT, INT, VECTOR, VECTOR, VECTOR, VECTOR, types.float32,
+        *cache_kinds(kv_type, kv_type_v), INTS, INTS, INTS, INT))

@@ -68,6 +68,7 @@ class ModelConfig:
     nope_dim: int = 0            # of a head's query and key, the part that is not rotated
     rope_dim: int = 0            # and the part that is
     value_dim: int = 0           # of a head's value
+    mla: int = 0                 # what is cached of the latent (layers/mla): 0 ... 3
     interleaved: bool = False    # files have rotary pairs as neighbours; reading (models/weights) undoes it
 
     def has_experts(self, layer: int) -> bool:

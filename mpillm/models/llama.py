@@ -5,6 +5,7 @@ Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(nor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpillm import kernels
 from mpillm.kernels import Heads, LayerCache, Rows
 from mpillm.layers.attention import Attention, KVGather
 from mpillm.layers.embedding import VocabEmbedding, VocabHead
+from mpillm.layers.mla import LatentAttention
 from mpillm.layers.mlp import GatedMLP
 from mpillm.layers.moe import ExpertMLP
 from mpillm.layers.norm import RMSNorm
@@ -45,7 +47,7 @@ class Block:
     """One decoder layer."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm
     mlp: GatedMLP | ExpertMLP
 
@@ -60,7 +62,9 @@ class Llama:
     head: VocabHead
     rope: Rope
     fast: bool = False      # see kernels.Plan
-    _step: _Step | None = field(default=None, init=False, repr=False)
+    prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
+    scratch: int = kernels.SCRATCH
+    _steps: dict[bool, _Step] = field(default_factory=dict, init=False, repr=False)     # by whether prompts are in it
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, rows: Rows, cache: list[LayerCache], wanted: np.ndarray) -> np.ndarray:
@@ -68,18 +72,23 @@ class Llama:
 
         They are valid until the next call.
         """
-        step = self._step
+        prompts = not self.prompts_apart or rows.generated < len(rows.tokens)
+        step = self._steps.get(prompts)
         if step is None or step.cache is not cache or step.plan.capacity < len(rows.tokens):
-            self._past = self.seconds()
-            step = self._step = self._record(cache, room_for(len(rows.tokens)))
+            for kind, other in list(self._steps.items()):
+                if kind == prompts or other.cache is not cache:
+                    self._past = _added(self._past, other.plan.seconds())
+                    del self._steps[kind]
+            step = self._steps[prompts] = self._record(cache, room_for(len(rows.tokens)), prompts)
         self.embedding(rows.tokens, step.x[:len(rows.tokens)])
         step.plan.run(rows, wanted)
         self.embedding.reducer.check()
         return step.logits[:len(wanted)]
 
-    def _record(self, cache: list[LayerCache], capacity: int) -> _Step:
+    def _record(self, cache: list[LayerCache], capacity: int, prompts: bool) -> _Step:
         """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        plan, hidden = kernels.Plan(capacity, self.fast), self.embedding.hidden
+        plan, hidden = kernels.Plan(capacity, self.fast, self.scratch), self.embedding.hidden
+        plan.prompts = prompts
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
@@ -96,10 +105,14 @@ class Llama:
 
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the start."""
-        found = dict(self._past)
-        for family, seconds in (self._step.plan.seconds() if self._step is not None else {}).items():
-            found[family] = found.get(family, 0.0) + seconds
+        found = self._past
+        for step in self._steps.values():
+            found = _added(found, step.plan.seconds())
         return found
+
+
+def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {family: one.get(family, 0.0) + other.get(family, 0.0) for family in {**one, **other}}
 
 
 @dataclass
@@ -126,27 +139,33 @@ def local_heads(config: ModelConfig, share: Share) -> Heads:
 
 def build(config: ModelConfig, load: Loader, gather: KVGather | None) -> Llama:
     """Read one share of the model, layer by layer. Raises ModelError."""
-    embedding, head = load.embedding_and_head()
     heads = local_heads(config, load.share)
-    blocks = [_block(config, load, heads, gather, index) for index in range(config.n_layers)]
+    return decoder(config, load, lambda layer: _attention(config, load, heads, gather, layer))
+
+
+def decoder(config: ModelConfig, load: Loader, attention: Callable[[int], Attention | LatentAttention]) -> Llama:
+    """The same of a model whose layers' ``attention`` is read by the caller. Raises ModelError."""
+    embedding, head = load.embedding_and_head()
+
+    def block(layer: int) -> Block:
+        before, after = (RMSNorm(load.vector(LAYER.format(layer) + VECTORS[which]), config.rms_eps)
+                         for which in ("attention_norm", "mlp_norm"))
+        return Block(before, attention(layer), after, _feed_forward(config, load, layer))
+
+    blocks = [block(layer) for layer in range(config.n_layers)]
     norm = RMSNorm(load.vector(FINAL_NORM), config.rms_eps)
-    return Llama(embedding, blocks, norm, head, Rope(config.head_dim, config.rope_theta, config.rope))
+    return Llama(embedding, blocks, norm, head, Rope(config.rotated, config.rope_theta, config.rope))
 
 
-def _block(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, index: int) -> Block:
-    prefix = LAYER.format(index)
-    kv_rows = load.share.kv_columns
-
-    def norm(which: str) -> RMSNorm:
-        return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps)
+def _attention(config: ModelConfig, load: Loader, heads: Heads, gather: KVGather | None, layer: int) -> Attention:
+    prefix, kv_rows = LAYER.format(layer), load.share.kv_columns
 
     def head_norm(which: str) -> RMSNorm | None:
-        return norm(which) if config.qk_norm else None
+        return RMSNorm(load.vector(prefix + VECTORS[which]), config.rms_eps) if config.qk_norm else None
 
     qkv = load.columns_apart([prefix + name for name in MATRICES["qkv"]], [load.query_rows(), kv_rows, kv_rows])
-    attention = Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
-                          head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[index] or 0)
-    return Block(norm("attention_norm"), attention, norm("mlp_norm"), _feed_forward(config, load, index))
+    return Attention(heads, kv_rows.size, qkv, load.rows(prefix + MATRICES["output"][0], load.query_rows()),
+                     head_norm("query_norm"), head_norm("key_norm"), gather, config.windows[layer] or 0)
 
 
 def _feed_forward(config: ModelConfig, load: Loader, index: int) -> GatedMLP | ExpertMLP:

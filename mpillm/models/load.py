@@ -109,6 +109,10 @@ class Loader:
         assert len({part.weight.k for part in found}) == 1, "products of one input store as many of its values"
         return found
 
+    def columns(self, name: str, span: Span, kind: str | None = None) -> ColumnLinear:
+        """A column-parallel product of the ``span`` of outputs; ``kind``: its format, None for the usual one."""
+        return self._columns([name], [span], self._format([name + ".weight"]) if kind is None else kind)
+
     def pairs(self, names: tuple[str, str], span: Span, k: int = 0) -> ColumnLinear:
         """The same ``span`` of two tensors; in turn, a panel each, where it is whole panels; ``k`` inputs or more."""
         return self._columns(names, [span, span], self._format([name + ".weight" for name in names]),
@@ -197,9 +201,19 @@ class Loader:
             if piece.rows.size < height:
                 missing = np.zeros((height - piece.rows.size, packer.k), np.float32)
                 packer.put(piece.at + piece.rows.size, missing, piece.tensor)
+        return self.finish(packer)
+
+    def finish(self, packer: kernels.Packer) -> kernels.PackedMatrix:
+        """A packed matrix, whose bytes count."""
         matrix = packer.finish()
         self.nbytes += matrix.nbytes
         return matrix
+
+    def check(self, packer: kernels.Packer, name: str) -> None:
+        """Go on with a tensor that others read and pack. Raises ModelError for values that it cannot hold, Stopped."""
+        signals.check("while weights were read")
+        board().say(f"reading {name}")
+        self._refuse_lost_values(packer, name, packer.format)
 
     def _chunks(self, packer: kernels.Packer, pieces: Sequence[Piece],
                 columns: range) -> Iterator[tuple[Piece, int, bool, np.ndarray]]:

@@ -10,7 +10,7 @@ from cases import VOCAB, Case
 def old(kind: str, heads: tuple[int, int | None], hidden: int, intermediate: int = 160, **more: Any) -> dict[str, Any]:
     """A config.json as transformers 4 writes it (rope_theta, rope_scaling, torch_dtype)."""
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
-             "qwen3_moe": "Qwen3Moe"}
+             "qwen3_moe": "Qwen3Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
     config = {
         "architectures": [names[kind] + "ForCausalLM"], "model_type": kind, "hidden_act": "silu",
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2,
@@ -30,6 +30,16 @@ def new(kind: str, heads: tuple[int, int | None], hidden: int, intermediate: int
         del config[key]
     return config | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"} | (rope or {})} | more
 
+
+# Latent attention: every width another one, ten heads whose rows are no whole blocks.
+LATENT = {"kv_lora_rank": 72, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40, "q_lora_rank": 96,
+          "attention_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+          "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+          "norm_topk_prob": True}
+LATENT_V2 = LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False,
+                      "routed_scaling_factor": 1.5}
+LATENT_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+               "mscale": 1.0, "mscale_all_dim": 0.7}
 
 CASES = [
     # The tiny Llama of the tests: six query heads, two KV heads.
@@ -79,5 +89,14 @@ CASES = [
                               num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=False,
                               mlp_only_layers=[3], decoder_sparse_step=2, sliding_window=8, use_sliding_window=True)),
     Case("window_off", new("mistral", (8, 4), 64, sliding_window=None, tie_word_embeddings=True), dtype="F16"),
+]
+# Of latent attention; what runs on them: test_latent.py
+LATENT_CASES = [
+    Case("latent_v3", old("deepseek_v3", (10, 10), 160, 300, **LATENT), lengths=(17, 60)),
+    Case("latent_v2", old("deepseek_v2", (10, 10), 160, 300, **LATENT_V2), lengths=(1, 60)),
+    Case("latent_yarn", old("deepseek_v3", (10, 10), 160, 300, **LATENT | {"attention_bias": True},
+                            rope_scaling=LATENT_YARN), bias=1.0, lengths=(1, 80)),
+    Case("latent_v2_yarn", old("deepseek_v2", (10, 10), 160, 300, **LATENT_V2 | {"q_lora_rank": 96},
+                               rope_scaling=LATENT_YARN), dtype="BF16", lengths=(17, 60)),
 ]
 BY_NAME = {case.name: case for case in CASES}

@@ -54,6 +54,30 @@ def figures(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_latent(config: dict[str, Any]) -> bool:
+    """Whether attention is latent attention."""
+    return config["model_type"] in ("deepseek_v2", "deepseek_v3")
+
+
+def latent_attention(config: dict[str, Any]) -> list[tuple[str, int, int, bool]]:
+    """(name, outputs, inputs, biased) of the matrices of latent attention (DeepSeek)."""
+    heads, hidden, rank, biased = (config[key] for key in ("num_attention_heads", "hidden_size", "kv_lora_rank",
+                                                           "attention_bias"))
+    nope, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    q_rank = config["q_lora_rank"]
+    queries = [("q_proj", heads * (nope + rope), hidden, False)] if q_rank is None else [
+        ("q_a_proj", q_rank, hidden, biased), ("q_b_proj", heads * (nope + rope), q_rank, False)]
+    found = [*queries, ("kv_a_proj_with_mqa", rank + rope, hidden, biased),
+             ("kv_b_proj", heads * (nope + value), rank, False), ("o_proj", hidden, heads * value, biased)]
+    return [(f"self_attn.{name}", n, k, bias) for name, n, k, bias in found]
+
+
+def latent_norms(config: dict[str, Any]) -> dict[str, int]:
+    """Widths of the norms of latents, by name."""
+    queries = {} if config["q_lora_rank"] is None else {"self_attn.q_a_layernorm": config["q_lora_rank"]}
+    return queries | {"self_attn.kv_a_layernorm": config["kv_lora_rank"]}
+
+
 def expert_figures(config: dict[str, Any]) -> dict[str, Any]:
     """How many experts a layer has, how many a token takes, how wide they are, and which layers are dense."""
     if config["model_type"] == "mixtral":
@@ -64,6 +88,10 @@ def expert_figures(config: dict[str, Any]) -> dict[str, Any]:
         dense = [i for i in range(config["num_hidden_layers"]) if i in config["mlp_only_layers"] or (i + 1) % step]
         return {"experts": config["num_experts"], "chosen": config["num_experts_per_tok"],
                 "normed": config["norm_topk_prob"], "expert_width": config["moe_intermediate_size"], "dense": dense}
+    if is_latent(config) and config.get("n_routed_experts"):
+        return {"experts": config["n_routed_experts"], "chosen": config["num_experts_per_tok"], "normed": True,
+                "expert_width": config["moe_intermediate_size"],
+                "dense": list(range(config["first_k_dense_replace"]))}
     return {"experts": 0, "chosen": 0, "normed": True, "expert_width": 0, "dense": []}
 
 
@@ -81,6 +109,11 @@ def feed_forward(config: dict[str, Any], layer: int) -> list[tuple[str, int, int
         for name, n, k in zip(names, (f["expert_width"], f["expert_width"], hidden),
                               (hidden, hidden, f["expert_width"]), strict=True):
             out.append((f"{block}.experts.{e}.{name}", n, k, False))
+    wide = config.get("n_shared_experts", 0) * f["expert_width"]
+    if wide:
+        out += [("mlp.shared_experts.gate_proj", wide, hidden, False),
+                ("mlp.shared_experts.up_proj", wide, hidden, False),
+                ("mlp.shared_experts.down_proj", hidden, wide, False)]
     return out
 
 
@@ -92,16 +125,20 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(f["layers"]):
         at = f"model.layers.{i}."
         out[at + "input_layernorm.weight"] = (hidden,)
-        for name, n, k, bias in (("self_attn.q_proj", q, hidden, f["qkv_bias"]),
-                                 ("self_attn.k_proj", kv, hidden, f["qkv_bias"]),
-                                 ("self_attn.v_proj", kv, hidden, f["qkv_bias"]),
-                                 ("self_attn.o_proj", hidden, q, f["o_bias"]), *feed_forward(config, i)):
+        attention = latent_attention(config) if is_latent(config) else [
+            ("self_attn.q_proj", q, hidden, f["qkv_bias"]), ("self_attn.k_proj", kv, hidden, f["qkv_bias"]),
+            ("self_attn.v_proj", kv, hidden, f["qkv_bias"]), ("self_attn.o_proj", hidden, q, f["o_bias"])]
+        for name, n, k, bias in (*attention, *feed_forward(config, i)):
             out[f"{at}{name}.weight"] = (n, k)
             if bias:
                 out[f"{at}{name}.bias"] = (n,)
         if f["qk_norm"]:
             out[at + "self_attn.q_norm.weight"] = (f["head_dim"],)
             out[at + "self_attn.k_norm.weight"] = (f["head_dim"],)
+        if is_latent(config):
+            out |= {f"{at}{name}.weight": (n,) for name, n in latent_norms(config).items()}
+            if config["model_type"] == "deepseek_v3" and f["experts"] and i not in f["dense"]:
+                out[at + "mlp.gate.e_score_correction_bias"] = (f["experts"],)
         out[at + "post_attention_layernorm.weight"] = (hidden,)
     out["model.norm.weight"] = (hidden,)
     if not f["tied"]:
@@ -130,6 +167,8 @@ def values(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
     key, n = f"{case.name}/{name}", int(np.prod(shape))
     if name.endswith("norm.weight"):
         return 1 + (symmetric(key, n, 6) / np.float32(128)).reshape(shape)     # 0.5 .. 1.5
+    if name.endswith("correction_bias"):
+        return (symmetric(key, n, 6) / np.float32(256)).reshape(shape)         # of scores between 0 and 1
     if name.endswith(".bias"):
         return (symmetric(key, n, 6) * np.float32(case.bias / 64)).reshape(shape)
     if "embed_tokens" in name:

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from case_list import CASES
+from case_list import CASES, LATENT_CASES
 from cases import DECODE, Case, checksum, prompts, write_folder
 
 DATA = Path(__file__).with_name("data")
@@ -80,7 +80,7 @@ def main(names: list[str]) -> None:
 
     table = DATA / "recorded.json"
     recorded = json.loads(table.read_text()) if table.exists() else {}
-    for case in CASES:
+    for case in [*CASES, *LATENT_CASES]:
         if names and case.name not in names:
             continue
         with tempfile.TemporaryDirectory() as scratch:

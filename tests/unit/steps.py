@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from mpillm.models import registry
 from mpillm.models.load import Loader
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import partition
+from mpillm.partition import Share, partition
 
 TOKENS = np.array([1, 17, 260, 5, 88, 301, 42], np.int64)
 
@@ -56,31 +57,55 @@ class Member:
         pass
 
 
-def logits_of_splits(folder: Path, asked: str, counts: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """Logits float32 [tokens, vocab] of TOKENS, cached in float32, for each count of ranks.
+class Gather:
+    """One rank's side of the exchange of a latent's columns."""
 
-    Each rank must hold the bytes that were planned. Raises what a rank raises.
+    def __init__(self, member: Member, shares: tuple[Share, ...], n: int) -> None:
+        self._member, self._shares, self._n = member, shares, n
+
+    def run(self, k: np.ndarray, v: None) -> tuple[np.ndarray, None]:
+        whole = np.zeros((len(k), self._n), np.float32)         # one term of each sum is not zero
+        own = self._shares[self._member._rank]
+        whole[:, own.kv_columns.start:own.kv_columns.stop] = k
+        self._member.all_reduce(whole)
+        return whole if own.kv_heads else whole[:, :0], None
+
+    def exchange_arguments(self) -> None:
+        return None
+
+
+def logits_of_splits(folder: Path, asked: str, counts: tuple[int, ...], tokens: np.ndarray = TOKENS, mla: int = 0,
+                     kv_mode: str = "redundant") -> dict[int, np.ndarray]:
+    """Logits float32 [tokens, vocab] of ``tokens``, cached in float32, for each count of ranks.
+
+    Each rank must hold the bytes that were planned. Raises what a rank raises. The last ``tokens`` are taken as
+    generated ones; they are fewer than a block.
     """
     config, checkpoint = open_model(str(folder))
+    config = dataclasses.replace(config, mla=mla)
     with contextlib.closing(checkpoint), pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy._Threads, "count", 1)
         weights = Weights(checkpoint, config)
-        return {tp: _logits(config, weights, asked, tp) for tp in counts}
+        return {tp: _logits(config, weights, asked, tp, tokens, kv_mode) for tp in counts}
 
 
-def _logits(config, weights, asked, tp) -> np.ndarray:
-    split, sums = partition(registry.sizes(config, weights, asked), tp), Sums(tp)
+def _logits(config, weights, asked, tp, tokens, kv_mode) -> np.ndarray:
+    split, sums = partition(registry.sizes(config, weights, asked), tp, kv_mode), Sums(tp)
+    generated = len(tokens) // 3 if config.mla == 3 else 0
 
     def rank_logits(rank: int) -> np.ndarray:
         try:
-            loader = Loader(config, weights, split.shares[rank], asked, Member(sums, rank))
-            model = registry.BUILDERS[config.architecture](config, loader, None)
+            member = Member(sums, rank)
+            loader = Loader(config, weights, split.shares[rank], asked, member)
+            gather = Gather(member, split.shares, split.sizes.head_dim) if kv_mode == "allgather" and tp > 1 else None
+            model = registry.BUILDERS[config.architecture](config, loader, gather)
             assert loader.nbytes == registry.weight_bytes(config, weights, split, asked, rank), (tp, rank)
-            cache = kvcache.allocate("f32", config.n_layers, 1, split.shares[rank].kv_heads.size, config.head_dim)
-            positions = np.arange(len(TOKENS), dtype=np.int32)
-            rows = kernels.Rows(TOKENS, positions, np.zeros_like(positions), np.zeros((1, 1), np.int32),
-                                *model.rope.rows(positions, positions + 1))
-            return model(rows, cache, np.arange(len(TOKENS))).copy()
+            heads, key, value = kvcache.form(config, split.shares[rank])
+            cache = kvcache.allocate("f32", config.n_layers, 1, heads, key, value_dim=value)
+            place = np.roll(np.arange(len(tokens), dtype=np.int32), generated)      # generated ones stand first
+            rows = kernels.Rows(tokens[place], place, np.zeros_like(place), np.zeros((1, 1), np.int32),
+                                *model.rope.rows(place, place + 1), generated=generated)
+            return model(rows, cache, np.argsort(place)).copy()
         except BaseException:
             sums.barrier.abort()
             raise

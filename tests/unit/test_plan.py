@@ -322,7 +322,6 @@ def test_what_is_printed_and_written(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     (["--model", "SmolLM2-135M", "--ranks", "4", "--mla", "2"], UsageError, "--mla 2 is for models with latent"),
-    (["--model", "SmolLM2-135M", "--ranks", "4", "--kv-type-v", "f16"], UsageError, "--kv-type-v f16 is for"),
     (["--model", "DeepSeek-V3", "--ranks", "4", "--mla", "0", "--kv-mode", "sharded"], UsageError, "--mla 0 caches"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--tp", "5"], UsageError, "--tp 5 does not go into 4"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--context", "9000"], UsageError, "beyond the model's 8192"),

@@ -214,7 +214,7 @@ def peak_of_a_step(opened, split: Partition, rank: int, count: int) -> int:
     rows = Rows(positions % model.vocab, positions.astype(np.int32), np.zeros(count, np.int32),
                 np.arange(blocks, dtype=np.int32)[None], *built.rope.rows(positions, positions + 1))
     built(rows, cache, positions)            # compiles what is missing
-    built._step = None                       # a plan is a step's memory: record it anew
+    built._steps.clear()                      # a plan is a step's memory: record it anew
     tracemalloc.start()
     try:
         built(rows, cache, positions)
