@@ -106,10 +106,10 @@ def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str 
 def check_prompts_place(prompts: str, named: bool) -> None:
     """Outputs are put beside the prompts only where these are a file. Raises UsageError.
 
-    ``named``: both outputs were given.
+    ``named``: the HDF5 output was given; the results lie beside it.
     """
     if not named and os.path.exists(prompts) and not os.path.isfile(prompts) and not os.path.isdir(prompts):
-        raise UsageError(f"--prompts {prompts} is no regular file to put outputs beside: give --output and --results")
+        raise UsageError(f"--prompts {prompts} is no regular file to put outputs beside: give --output")
 
 
 class Outputs:

@@ -85,7 +85,7 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
 
     The exit code when the outputs are complete already and --resume finds nothing to do.
     """
-    io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
+    io.check_prompts_place(settings.prompts, settings.output is not None)
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
         ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)),

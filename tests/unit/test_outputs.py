@@ -11,9 +11,10 @@ import pytest
 from made_parts import HEADER
 
 from mpillm import io
-from mpillm.cli.run import check_errors
+from mpillm.cli.run import Hold as Kept
+from mpillm.cli.run import check_errors, prepare
 from mpillm.config import RunConfig
-from mpillm.errors import LaunchError, OutputError, UsageError
+from mpillm.errors import LaunchError, ModelError, OutputError, UsageError
 from mpillm.formats.hold import Hold
 from mpillm.formats.part_scan import choose, read_parts
 from mpillm.formats.parts import RequestsPart, finished
@@ -52,6 +53,17 @@ def test_an_errors_file_replaces_files_only(tmp_path, kind):
         check_errors(settings)
     path.rmdir() if kind == "folder" else path.unlink()
     check_errors(settings)
+
+
+def test_prompts_of_a_pipe_need_an_output(tmp_path):
+    """The results lie beside the output, so that alone tells where both go."""
+    pipe, missing = str(tmp_path / "pipe"), str(tmp_path / "missing")
+    os.mkfifo(pipe)
+    unplaced = RunConfig(prompts=pipe, results="r", model=missing)
+    with pytest.raises(UsageError, match="is no regular file to put outputs beside: give --output$"):
+        prepare(unplaced, Kept())
+    with pytest.raises(ModelError, match="missing"):       # the next thing that is looked at
+        prepare(RunConfig(prompts=pipe, output="o.h5", model=missing), Kept())
 
 
 def test_a_second_hold_is_refused_until_the_first_lets_go(tmp_path):
