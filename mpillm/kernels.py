@@ -179,10 +179,10 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False) -> None:
+            experts: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some.
+    ``experts``: the model has some. ``stop`` is asked before every kernel.
     """
     check_kv(kv_type)
     names = list(weight_formats)
@@ -190,6 +190,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
     for make in needed[part::parts]:
+        if stop():
+            return
         make()
 
 

@@ -299,8 +299,10 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     LOG.info("kernels: loading; the first start on a node compiles them, which takes a minute or so")
     compilers = max(1, min(world.node_size, world.cores, COMPILERS))
     if world.node_rank < compilers:
-        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0)
+        kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
+                        lambda: signals.heard() > 0)
     world.barrier_quiet()
+    world.agree_all(lambda: signals.check("while kernels were compiled"))
     kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
