@@ -59,7 +59,7 @@ def _merge(most, total, acc, query, other_most, other_total, other, at, width):
 
 
 @policy.inlined
-def _fold(begins, most, total, acc, query, other_most, other_total, other, at, width):
+def fold(begins, most, total, acc, query, other_most, other_total, other, at, width):
     """The same, or with ``begins`` a copy: there are none before."""
     if begins:
         most[query], total[query] = other_most, other_total
@@ -83,7 +83,7 @@ def _finish(most, total, acc, query, width, paired, out, to, size, lse, lse_at):
         lse[lse_at] = -np.inf if nothing else most[query] + np.log(total[query])
 
 
-def _stretch_core(step: Any) -> Any:
+def stretch_core(step: Any) -> Any:
     @policy.helper
     def stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, sequence, j, kv_heads, k_cache,
                           k_words, v_cache, v_words, table, table_width, first_block_at, place, shards, size, v_size,
@@ -116,7 +116,7 @@ def _stretch_core(step: Any) -> Any:
 
 
 def _attention_core(kv_type: str, kv_type_v: str) -> Any:
-    stretch_of_blocks = _stretch_core(block_step(kv_type, kv_type_v))
+    stretch_of_blocks = stretch_core(block_step(kv_type, kv_type_v))
     quantised, paired = kv_type == "q8_0", kv_type == "bf16" and not kv_type_v
 
     @policy.helper
@@ -168,11 +168,11 @@ def _attention_core(kv_type: str, kv_type_v: str) -> Any:
                                   total, acc)
                 begins, ends = stretch == first or stretch % SPAN == 0, stretch == last or (stretch + 1) % SPAN == 0
                 for i in range(queries):
-                    _fold(begins, span_most, span_total, span_acc, i, most[i], total[i], acc, i * width, width)
+                    fold(begins, span_most, span_total, span_acc, i, most[i], total[i], acc, i * width, width)
                     if ends and run:
                         _keep(room, (to + i) * (width + 2), span_most[i], span_total[i], span_acc, i * width, width)
                     elif ends:
-                        _fold(stretch // SPAN == first // SPAN, all_most, all_total, all_acc, i, span_most[i],
+                        fold(stretch // SPAN == first // SPAN, all_most, all_total, all_acc, i, span_most[i],
                               span_total[i], span_acc, i * width, width)
             if not run:
                 for i in range(queries):
@@ -212,10 +212,10 @@ def _merge_core(paired: bool) -> Any:
             of_span = SPAN // run
             for piece in range(first, last + 1):
                 at = (((pair * group_parts + g) * pieces + piece) * room_queries + i) * (width + 2)
-                _fold(piece == first or piece % of_span == 0, span_most, span_total, span, 0, room[at + width],
+                fold(piece == first or piece % of_span == 0, span_most, span_total, span, 0, room[at + width],
                       room[at + width + 1], room, at, width)
                 if piece == last or (piece + 1) % of_span == 0:
-                    _fold(piece // of_span == first // of_span, most, total, acc, 0, span_most[0], span_total[0], span,
+                    fold(piece // of_span == first // of_span, most, total, acc, 0, span_most[0], span_total[0], span,
                           0, width)
             m, h = row + i // group, head + i % group
             _finish(most, total, acc, 0, width, paired, out, m * out_stride + h * v_size, v_size, lse,

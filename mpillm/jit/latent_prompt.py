@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.attention import QUERIES, STRETCH, _fold, _stretch_core
+from mpillm.jit.attention import QUERIES, STRETCH, fold, stretch_core
 from mpillm.jit.block_steps import TILE, block_step
 from mpillm.jit.cache_rows import BLOCK, Q8_BYTES
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, reads
@@ -81,7 +81,7 @@ def _fill_part(part, parts, positions, heads, nope, rope, value, k, k_stride, k_
 
 
 def _attend_core() -> Any:
-    stretch_of_blocks = _stretch_core(block_step("f32", "f32"))
+    stretch_of_blocks = stretch_core(block_step("f32", "f32"))
 
     @policy.helper
     def attend_part(part, parts, rows, begin, stretch, heads, scale, size, v_size, q_in, q_at, q_stride,
@@ -109,7 +109,7 @@ def _attend_core() -> Any:
                               tile, tile_codes, own_most, own_total, own_acc)
             for i in range(count):
                 state = (row_state + row + i) * heads + head
-                _fold(stretch == 0, most, total, acc, state, own_most[i], own_total[i], own_acc, i * width, width)
+                fold(stretch == 0, most, total, acc, state, own_most[i], own_total[i], own_acc, i * width, width)
                 if (begin + row + i) // STRETCH == stretch:
                     to = out_at + (row + i) * out_stride + head * v_size
                     for d in range(v_size):

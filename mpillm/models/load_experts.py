@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,32 +68,55 @@ def shared_names(prefix: str, part: str) -> list[str]:
     return [f"{prefix}{SHARED}{part}_proj.weight"]
 
 
-def formats(config: ModelConfig, weights: Weights, prefix: str, asked: str) -> list[str]:
-    """In memory, of a layer's experts: of gate and up, and of down; then those of the shared ones, if there are any."""
-    groups = _groups(prefix, config.experts)
-    return [memory_format(weights, names, asked) for names in groups[:4 if config.shared_experts else 2]]
-
-
-@lru_cache(maxsize=1024)
-def _groups(prefix: str, count: int) -> tuple[tuple[str, ...], ...]:
-    """The tensors of ``formats``, made once: a large model has some ten thousand, and plans ask for them often."""
-    every = range(count)
-    return (tuple(expert_names(prefix, every, "gate") + expert_names(prefix, every, "up")),
-            tuple(expert_names(prefix, every, "down")),
-            tuple(shared_names(prefix, "gate") + shared_names(prefix, "up")), tuple(shared_names(prefix, "down")))
+@lru_cache(maxsize=4096)
+def _packed_together(prefix: str, experts: int, shared: bool) -> tuple[tuple[str, ...], ...]:
+    """The weights whose format is one: of gate and up, and of down; then those of the shared experts."""
+    every = range(experts)
+    groups = [expert_names(prefix, every, "gate") + expert_names(prefix, every, "up"),
+              expert_names(prefix, every, "down")]
+    if shared:
+        groups += [shared_names(prefix, "gate") + shared_names(prefix, "up"), shared_names(prefix, "down")]
+    return tuple(map(tuple, groups))
 
 
 def stand(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> Stand:
     """What a share holds of a layer's experts; shared ones stand among the others if cut and stored alike."""
-    kinds = formats(config, weights, prefix, asked)
-    gate_up, down = kinds[:2]
+    together = _packed_together(prefix, config.experts, config.shared_experts > 0)
+    kinds = [memory_format(weights, names, asked) for names in together]
+    gate_up, down, *shared = kinds
     whole = share.experts.size == config.experts
     in_phase = down not in SUPER_BLOCKS or config.shared_experts == 1 or config.expert_intermediate % SUPER_BLOCK == 0
-    merged = config.shared_experts if whole and in_phase and kinds[:2] == kinds[2:] else 0
-    apart = (kinds[2], kinds[3]) if config.shared_experts and not merged else None
+    merged = config.shared_experts if whole and in_phase and shared == [gate_up, down] else 0
+    apart = (shared[0], shared[1]) if shared and not merged else None
     inputs = Span(0, config.hidden)
     k = max(stored_slice(kind, inputs)[1] for kind in (gate_up, *(apart[:1] if apart else ())))
     return Stand(gate_up, down, share.experts, share.columns, merged, apart, k, -(-config.hidden // PANEL) * PANEL)
+
+
+def held(config: ModelConfig, weights: Weights, prefix: str, share: Share,
+         asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
+    """Names of the tensors, format and bytes of each packed matrix that a share holds of a layer's experts.
+
+    Without the router. Shared experts come by themselves wherever they stand, since recipes name them so.
+    """
+    s = stand(config, weights, prefix, share, asked)
+    gate_up, down, *others = _packed_together(prefix, config.experts, config.shared_experts > 0)
+    both: Sequence[str]
+    for count, (both, last) in ((s.held.size, (gate_up, down)), (s.merged, others or ((), ()))):
+        if count:
+            yield both, s.gate_up, kernels.packed_nbytes(s.gate_up, 2 * count * s.width, s.k)
+            yield last, s.down, kernels.packed_nbytes(s.down, count * s.height, s.k_down, s.phase)
+    if s.apart:
+        columns = share.shared_columns
+        first, stop, phase = stored_slice(s.apart[1], columns)
+        yield others[0], s.apart[0], kernels.packed_nbytes(s.apart[0], 2 * columns.size, s.k)
+        yield others[1], s.apart[1], kernels.packed_nbytes(s.apart[1], config.hidden, stop - first, phase)
+
+
+def router_bytes(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> int:
+    """Bytes of a layer's router, float32, on every rank."""
+    corrections = 4 * config.experts if config.routing.bias and weights.has(prefix + CORRECTION) else 0
+    return kernels.packed_nbytes("f32", config.experts, stand(config, weights, prefix, share, asked).k) + corrections
 
 
 def read_experts(load: Loader, prefix: str) -> ExpertMLP:

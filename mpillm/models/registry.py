@@ -8,11 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from mpillm import kernels
-from mpillm.models import deepseek, latent_weights, llama
+from mpillm.models import deepseek, latent_weights, llama, load_experts
 from mpillm.models.config import ModelConfig
-from mpillm.models.expert_names import CORRECTION
 from mpillm.models.load import QUANT_BLOCK, apart, memory_format, stored_slice
-from mpillm.models.load_experts import expert_names, shared_names, stand
+from mpillm.models.load_experts import expert_names, shared_names
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Sizes, Span
 from mpillm.quant import recipe
@@ -120,7 +119,7 @@ def weight_bytes(config: ModelConfig, weights: Weights, partition: Partition, as
     share = partition.shares[rank]
     columns = llama.dense_columns(config, share).size
     vectors = config.n_layers * _vector_values(config, share, columns) + config.hidden
-    routers = sum(_router_bytes(config, weights, i, share, asked)
+    routers = sum(load_experts.router_bytes(config, weights, llama.LAYER.format(i), share, asked)
                   for i in range(config.n_layers) if config.has_experts(i))
     return 4 * vectors + routers + sum(nbytes for *_, nbytes in matrices(config, weights, share, asked))
 
@@ -145,7 +144,7 @@ def matrices(config: ModelConfig, weights: Weights, share: Share,
                 yield packed(qkv[run.start:run.stop], sum(outputs[run.start:run.stop]), config.hidden, kind=kind)
             yield packed(layer_matrices(i, "output"), config.hidden, q_rows, q_before)
         if config.has_experts(i):
-            yield from _experts(config, weights, i, share, asked)
+            yield from load_experts.held(config, weights, llama.LAYER.format(i), share, asked)
         else:
             yield packed(layer_matrices(i, "gate_up"), 2 * columns.size, config.hidden)
             yield packed(layer_matrices(i, "down"), config.hidden, columns.size, columns.start)
@@ -181,32 +180,6 @@ def matched(config: ModelConfig, weights: Weights, partition: Partition, asked: 
     named = {**dict(stated.rules), recipe.DEFAULT: stated.default}
     return tuple(Matched(rule, named[rule], tuple(sorted(kinds[rule])), len(tensors[rule]), nbytes[rule])
                  for rule in kinds)
-
-
-def _experts(config: ModelConfig, weights: Weights, layer: int, share: Share,
-             asked: str) -> Iterator[tuple[Sequence[str], str, int]]:
-    """The same of one layer's experts, without the router; shared ones by themselves, since recipes name them so."""
-    prefix = llama.LAYER.format(layer)
-    s = stand(config, weights, prefix, share, asked)
-    gate_up, down = (_matrices(config, layer, group) for group in ("gate_up", "down"))
-    shared = shared_names(prefix, "gate") + shared_names(prefix, "up")
-    for count, both, last in ((s.held.size, gate_up, down), (s.merged, shared, shared_names(prefix, "down"))):
-        if count:
-            yield both, s.gate_up, kernels.packed_nbytes(s.gate_up, 2 * count * s.width, s.k)
-            yield last, s.down, kernels.packed_nbytes(s.down, count * s.height, s.k_down, s.phase)
-    if s.apart:
-        columns = share.shared_columns
-        first, last_column, phase = stored_slice(s.apart[1], columns)
-        yield shared, s.apart[0], kernels.packed_nbytes(s.apart[0], 2 * columns.size, s.k)
-        yield shared_names(prefix, "down"), s.apart[1], kernels.packed_nbytes(
-            s.apart[1], config.hidden, last_column - first, phase)
-
-
-def _router_bytes(config: ModelConfig, weights: Weights, layer: int, share: Share, asked: str) -> int:
-    """Bytes of one layer's router, float32, on every rank."""
-    prefix = llama.LAYER.format(layer)
-    corrections = 4 * config.experts if config.routing.bias and weights.has(prefix + CORRECTION) else 0
-    return kernels.packed_nbytes("f32", config.experts, stand(config, weights, prefix, share, asked).k) + corrections
 
 
 def _vector_values(config: ModelConfig, share: Share, columns: int) -> int:

@@ -32,7 +32,7 @@ def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) ->
 
 def is_quantised(name: str, kept: tuple[str, ...] = ()) -> bool:
     """Layers' matrices are; the embedding, the head, norms and what is ``kept`` are not."""
-    return name.endswith("_proj.weight") and not any(part in name for part in kept)
+    return name.endswith(("_proj.weight", "_with_mqa.weight")) and not any(part in name for part in kept)
 
 
 def write_float8(path: Path, config: dict, tensors: dict[str, np.ndarray], block: tuple[int, int] = (128, 128),
