@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -71,16 +72,20 @@ def cases_of(given: argparse.Namespace, path: str) -> list[Case]:
             llama = (given.llama_python, str(HERE / "peer_llama_cpp.py"), "--model", model, *tests)
             cases += [Case("llama.cpp, batch", weights, cores, 1, llama),
                       Case("llama.cpp, alone", weights, cores, 1, (*llama, "--alone"))]
-        if weights == "bf16" and given.vllm_python:
-            cases.append(Case("vLLM", weights, cores, 1, (
-                given.vllm_python, str(HERE / "peer_vllm.py"), "--model", folder, *tests)))
-        if weights == "bf16" and given.transformers_python:
-            for dtype, named in (("float32", "f32"), ("bfloat16", "bf16")):
-                cases.append(Case("transformers", named, cores, 1, (
-                    given.transformers_python, str(HERE / "peer_transformers.py"), "--model", folder,
-                    "--dtype", dtype, *tests)))
+        for program, python, script in (("vLLM", given.vllm_python, "peer_vllm.py"),
+                                        ("transformers", given.transformers_python, "peer_transformers.py")):
+            if weights == "bf16" and python:
+                cases += [Case(program, named, cores, 1, (python, str(HERE / script), "--model", folder,
+                                                          "--dtype", dtype, *tests)) for dtype, named in dtypes()]
         cases += own[1:]
     return cases
+
+
+def dtypes() -> list[tuple[str, str]]:
+    """What torch computes in: float32, and bfloat16 where the processor multiplies it (else some ten times slower)."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        able = re.search(r"\b(avx512_bf16|amx_bf16)\b", file.read())
+    return [("float32", "f32"), *([("bfloat16", "bf16")] if able else [])]
 
 
 def seconds_of_steps(output: str) -> float:

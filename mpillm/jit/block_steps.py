@@ -12,7 +12,7 @@ from typing import Any
 
 from mpillm.jit import policy
 from mpillm.jit.cache_rows import BLOCK, Q8_BYTES
-from mpillm.jit.gemm import multiply, multiply_f32
+from mpillm.jit.gemm import multiply
 from mpillm.jit.isa.generic import load_number
 from mpillm.jit.isa.interleave import COLUMNS, interleave_codes, interleave_numbers
 from mpillm.jit.isa.lanes import softmax_step
@@ -87,8 +87,8 @@ def _add_columns(scores, weighted, tile, tile_codes, query, count, k_cache, k_wo
     low, high = first // 16, (stop + 15) // 16
     for column in range(0, v_size, COLUMNS):
         interleave_numbers(k_cache, stored * BLOCK * size, size, column, low, high, tile)
-        multiply_f32(scores, weighted, 0, BLOCK, count, tile, weighted, 0, BLOCK * 16, 2, first, stop, acc,
-                     query * width + column, width)
+        multiply(scores, weighted, 0, BLOCK, count, tile, weighted, 0, BLOCK * 16, 2, first, stop, acc,
+                 query * width + column, width)
 
 
 @policy.helper

@@ -13,7 +13,7 @@ from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.isa import quantised
-from mpillm.jit.isa.generic import MOST_ROWS, MOST_ROWS_F32, rows_by_panels
+from mpillm.jit.isa.generic import MOST_ROWS, rows_by_panels
 from mpillm.jit.isa.quantised import blocks_by_panels, quantise_row
 from mpillm.jit.isa.select import key
 from mpillm.jit.tape import Operation
@@ -22,27 +22,20 @@ GROUP = 4              # panels that a thread takes at a time
 K_STRETCH = 512        # of K when there are several blocks of rows: GROUP panels of it stay in cache
 
 
-def _multiply(most_rows: int) -> Any:
-    @policy.inlined
-    def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
-                 k_start, k_stop, y, y_offset, y_stride):
-        """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ panels, in register blocks of a few rows."""
-        if rows == 0:
-            return
-        blocks = (rows + most_rows - 1) // most_rows
-        size, extra = rows // blocks, rows % blocks
-        row = 0
-        for block in range(blocks):
-            count = size + 1 if block < extra else size
-            rows_by_panels(count, panels, x, x_scales, x_offset + row * x_stride, x_stride, w, w_scales, w_offset,
-                           panel_stride, k_start, k_stop, y, y_offset + row * y_stride, y_stride)
-            row += count
-
-    return multiply
-
-
-#: The same bits from both: the second, of panels of float32, takes a row more at a time
-multiply, multiply_f32 = _multiply(MOST_ROWS), _multiply(MOST_ROWS_F32)
+@policy.inlined
+def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel_stride, panels,
+             k_start, k_stop, y, y_offset, y_stride):
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ panels, in register blocks of a few rows."""
+    if rows == 0:
+        return
+    blocks = (rows + MOST_ROWS - 1) // MOST_ROWS
+    size, extra = rows // blocks, rows % blocks
+    row = 0
+    for block in range(blocks):
+        count = size + 1 if block < extra else size
+        rows_by_panels(count, panels, x, x_scales, x_offset + row * x_stride, x_stride, w, w_scales, w_offset,
+                       panel_stride, k_start, k_stop, y, y_offset + row * y_stride, y_stride)
+        row += count
 
 
 @policy.inlined

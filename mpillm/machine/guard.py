@@ -22,6 +22,7 @@ from mpillm.machine import signals
 
 OFF = "MPILLM_NO_GUARD"        # set: no guard, for debuggers
 TICK = 0.5                     # seconds between looks
+STOPPED = 600.0                # seconds that a process may stand still before it knows its own limit
 _TEXT, _WHO = slice(64, 2048), slice(2048, 4096)
 _WHY: dict[int, str] = {
     signal.SIGKILL: "by kill -9, or by the kernel because memory ran out",
@@ -80,6 +81,7 @@ def guarded(work: Callable[[], int]) -> int:
     _board.name(f"process {os.getpid()} (host {socket.gethostname().split('.')[0]})")
     watched = {*signals.NUMBERS, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    _board.limit(0, STOPPED)
     parent, child = os.getpid(), os.fork()
     if child:
         _end(_Guard(child, watched).run())

@@ -145,7 +145,12 @@ def test_a_cut_run_says_what_it_did():
     assert (row["lines"], row["tokens"]) == (2, 30) and row["seconds"] >= 0
 
 
-def test_who_gets_the_batch():
+def test_torch_computes_in_bf16_only_where_the_processor_does():
+    assert batch.dtypes()[0] == ("float32", "f32") and len(batch.dtypes()) in (1, 2)
+
+
+def test_who_gets_the_batch(monkeypatch):
+    monkeypatch.setattr(batch, "dtypes", lambda: [("float32", "f32"), ("bfloat16", "bf16")])
     cases = batch.cases_of(given(threads=2, seconds=60.0), "lines.jsonl")
     assert [(case.program, case.weights, case.ranks) for case in cases] == [
         ("mpillm", "bf16", 2), ("llama.cpp, batch", "bf16", 1), ("llama.cpp, alone", "bf16", 1),
@@ -160,7 +165,8 @@ def test_who_gets_the_batch():
             assert int(threads) * case.ranks == case.cores == 2
 
 
-def test_the_batch_table_holds_our_best_against_each():
+def test_the_batch_table_holds_our_best_against_each(monkeypatch):
+    monkeypatch.setattr(batch, "dtypes", lambda: [("float32", "f32"), ("bfloat16", "bf16")])
     lines = [workload.Line([1] * 100, 50), workload.Line([2] * 100, 150)]
     cases, found = batch.cases_of(given(types="bf16", threads=2), "lines.jsonl"), batch.Found()
     speeds = {"mpillm": [40, 60, 50], "mpillm, 2 replicas": [80], batch.STATIC: [90], "llama.cpp, batch": [20],

@@ -38,8 +38,6 @@ def flat(typingctx, array):
 #: registers of AVX2: more than the latency of fma needs, with room for two bf16 vectors and their halves.
 SHAPES = {1: 4, 2: 1, 3: 1, 4: 1, 5: 1}
 MOST_ROWS = max(SHAPES)
-#: float32 needs no room for what it is made from
-MOST_ROWS_F32 = 6
 #: bytes of weights asked for in advance: one panel's stream by itself does not fill the memory's bandwidth
 AHEAD = 2048
 
@@ -47,7 +45,7 @@ AHEAD = 2048
 @intrinsic
 def rows_by_panels(typingctx, rows, panels, x, x_scales, x_offset, x_stride, w, w_scales, w_offset,
                    panel_stride, k_start, k_stop, y, y_offset, y_stride):
-    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to 5 rows (of float32 6), any panels.
+    """y[rows, 16 * panels] += x[rows, k_start:k_stop] @ packed panels; 1 to 5 rows, any panels.
 
     The format follows from w's element type:
       float32, int16 (f16)  w [k][16]             x f32
@@ -81,7 +79,7 @@ def _rows_by_panels_function(module: ir.Module, name: str, kinds: list) -> ir.Fu
     rows, panels = function.args[:2]
     done = function.append_basic_block("done")
     choice = b.switch(rows, done)
-    for count, widest in (SHAPES | {MOST_ROWS_F32: 1} if name == "f32" else SHAPES).items():
+    for count, widest in SHAPES.items():
         block = function.append_basic_block(f"rows{count}")
         choice.add_case(I64(count), block)
         b.position_at_end(block)
