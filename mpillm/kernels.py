@@ -177,10 +177,11 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False, kv_type_v: str = "") -> None:
+            experts: bool = False, kv_type_v: str = "", stop: Callable[[], bool] = lambda: False) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
-    ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys.
+    ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys. ``stop`` is asked before
+    every kernel.
     """
     for kind in (kv_type, kv_type_v or kv_type):
         check_kv(kind)
@@ -189,6 +190,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
     if experts:
         needed = [*_experts.warm_up(names), functools.partial(_warm_up_linear, "f32", False), *needed]
     for make in needed[part::parts]:
+        if stop():
+            return
         make()
 
 
@@ -206,8 +209,7 @@ def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) ->
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
     return [*made, lambda: _cache_rows.rope_write_operation(*kv_types), lambda: _attention.merge_operation(*kv_types),
-            _attention.shards_operation,
-            _attention.tiles_kernel, _tape.warm_up]
+            _attention.shards_operation, _attention.tiles_kernel, _tape.warm_up]
 
 
 def _warm_up_linear(name: str, fast: bool) -> None:

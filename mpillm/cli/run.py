@@ -85,11 +85,11 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
 
     The exit code when the outputs are complete already and --resume finds nothing to do.
     """
-    io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
+    io.check_prompts_place(settings.prompts, settings.output is not None)
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
-        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template),
-        ("--errors", settings.errors_path)))
+        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)),
+        settings.errors_path if settings.on_stop == "expire" else None)
     check_errors(settings)
     hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
     try:
@@ -131,7 +131,9 @@ def check_errors(settings: RunConfig) -> None:
         return
     if os.path.exists(path) and not (settings.overwrite or settings.resume):
         raise OutputError(f"--errors {path} exists: choose another --errors, or use --overwrite")
-    if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK):
+    if os.path.lexists(path) and not os.path.isfile(path):     # it would be replaced: a device, a pipe
+        raise OutputError(f"--errors {path} is not a regular file: choose another --errors")
+    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK):
         raise OutputError(f"--errors {path} cannot be written: name a file in a folder that is yours")
 
 
@@ -298,8 +300,9 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     compilers = max(1, min(world.node_size, world.cores, COMPILERS))
     if world.node_rank < compilers:
         kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
-                        settings.kv_type_v)
+                        settings.kv_type_v, lambda: signals.heard() > 0)
     world.barrier_quiet()
+    world.agree_all(lambda: signals.check("while kernels were compiled"))
     kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, kv_type_v=settings.kv_type_v)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
 
