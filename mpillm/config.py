@@ -7,6 +7,7 @@ A TOML file given by ``--config`` holds the same names; the command line wins ov
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -227,7 +228,9 @@ def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> Run
     merged: dict[str, Any] = {}
     for name, value in from_file.items():
         if name not in known:
-            raise UsageError(f"the configuration file has an unknown option {name.replace('_', '-')!r}")
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"did you mean {close[0].replace('_', '-')!r}?" if close else "mpillm run --help lists the options"
+            raise UsageError(f"the configuration file has an unknown option {name.replace('_', '-')!r} ({hint})")
         merged[name] = _checked(name, value, known[name])
     merged.update(from_command_line)
     if "prompts" not in merged:

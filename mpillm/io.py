@@ -80,21 +80,22 @@ def check_template(path: str | None) -> None:
         raise UsageError(f"--chat-template {path}: there is no such file")
 
 
-def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str | None]]) -> None:
+def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str | None]],
+                errors: str | None = None) -> None:
     """No file that a run writes, temporary ones included, is another of its files. Raises UsageError.
 
-    ``inputs``: (option, path) of what it reads.
+    ``inputs``: (option, path) of what it reads; ``errors``: the errors file of a run that may write one.
     """
     written: dict[str, str] = {}
-    outputs = (("--output", output, ("", ".tmp", ".parts")), ("--results", results_path, ("", ".tmp")))
-    for option, path, suffixes in outputs:
+    outputs = {"--output": output, "--results": results_path} | ({} if errors is None else {"--errors": errors})
+    for option, path in outputs.items():
         if not path:
             raise UsageError(f"{option} is empty: name a file")
-        for suffix in suffixes:
+        for suffix in ("", ".tmp", ".parts") if option == "--output" else ("", ".tmp"):
             real = os.path.realpath(path) + suffix
             other = written.setdefault(real, option)
             if other != option:
-                raise UsageError(f"--output {output} and --results {results_path} are the same file, or one is the "
+                raise UsageError(f"{other} {outputs[other]} and {option} {path} are the same file, or one is the "
                                  "other's temporary name: name two files")
     for option, read in inputs:
         if read is not None and os.path.realpath(read) in written:
@@ -105,10 +106,10 @@ def check_names(output: str, results_path: str, inputs: Iterable[tuple[str, str 
 def check_prompts_place(prompts: str, named: bool) -> None:
     """Outputs are put beside the prompts only where these are a file. Raises UsageError.
 
-    ``named``: both outputs were given.
+    ``named``: the HDF5 output was given; the results lie beside it.
     """
     if not named and os.path.exists(prompts) and not os.path.isfile(prompts) and not os.path.isdir(prompts):
-        raise UsageError(f"--prompts {prompts} is no regular file to put outputs beside: give --output and --results")
+        raise UsageError(f"--prompts {prompts} is no regular file to put outputs beside: give --output")
 
 
 class Outputs:

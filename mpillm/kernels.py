@@ -181,11 +181,12 @@ def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
 
 
 def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, part: int = 0, parts: int = 1,
-            experts: bool = False, kv_type_v: str = "", mla: int | None = None) -> None:
+            experts: bool = False, kv_type_v: str = "", mla: int | None = None,
+            stop: Callable[[], bool] = lambda: False) -> None:
     """Compile or load what a run with these formats needs, or the ``part``-th share of it; after set_threads().
 
     ``experts``: the model has some. ``kv_type_v``: of cached values, "" for that of keys. ``mla``: the mode of latent
-    attention, None where K and V are those of each KV head.
+    attention, None where K and V are those of each KV head. ``stop`` is asked before every kernel.
     """
     for kind in (kv_type, kv_type_v or kv_type):
         check_kv(kind)
@@ -201,6 +202,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
         needed = [*prompts, *_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types),
                   *needed]
     for make in needed[part::parts]:
+        if stop():
+            return
         make()
 
 

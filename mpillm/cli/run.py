@@ -36,7 +36,7 @@ from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import Layout, Span, balance, describe
+from mpillm.partition import Layout, Span, balance
 
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
@@ -85,11 +85,11 @@ def prepare(settings: RunConfig, hold: Hold) -> Job | int:
 
     The exit code when the outputs are complete already and --resume finds nothing to do.
     """
-    io.check_prompts_place(settings.prompts, None not in (settings.output, settings.results))
+    io.check_prompts_place(settings.prompts, settings.output is not None)
     path = io.find_model(settings.model)
     io.check_names(settings.output_path, settings.results_path, (
-        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template),
-        ("--errors", settings.errors_path)))
+        ("--prompts", settings.prompts), ("--model", path), ("--chat-template", settings.chat_template)),
+        settings.errors_path if settings.on_stop == "expire" else None)
     check_errors(settings)
     hold.outputs = io.Outputs(settings.output_path, settings.results_path, settings.overwrite, settings.resume)
     try:
@@ -135,7 +135,9 @@ def check_errors(settings: RunConfig) -> None:
         return
     if os.path.exists(path) and not (settings.overwrite or settings.resume):
         raise OutputError(f"--errors {path} exists: choose another --errors, or use --overwrite")
-    if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK):
+    if os.path.lexists(path) and not os.path.isfile(path):     # it would be replaced: a device, a pipe
+        raise OutputError(f"--errors {path} is not a regular file: choose another --errors")
+    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK):
         raise OutputError(f"--errors {path} cannot be written: name a file in a folder that is yours")
 
 
@@ -302,8 +304,9 @@ def compile_kernels(world: collectives.World, settings: RunConfig, model: ModelC
     compilers, mla = max(1, min(world.node_size, world.cores, COMPILERS)), model.mla if model.latent else None
     if world.node_rank < compilers:
         kernels.warm_up(formats, settings.kv_type, settings.fast, world.node_rank, compilers, model.experts > 0,
-                        settings.kv_type_v, mla)
+                        settings.kv_type_v, mla, lambda: signals.heard() > 0)
     world.barrier_quiet()
+    world.agree_all(lambda: signals.check("while kernels were compiled"))
     kernels.warm_up(formats, settings.kv_type, settings.fast, experts=model.experts > 0, kv_type_v=settings.kv_type_v,
                     mla=mla)
     LOG.info("kernels: ready after %.1f s", time.perf_counter() - began)
@@ -376,7 +379,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
              job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
              model.head_dim, feed_forward(model), model.vocab)
     LOG.info("%s", split.choice.line())
-    rows = describe(split.partition, split.weight_bytes)
+    rows = report.describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
     LOG.info("%s", report.split_table(rows, placement.table, "ranks" if laid.dp == 1 else "ranks of replica 0"))

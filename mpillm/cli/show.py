@@ -39,6 +39,8 @@ def show(argv: list[str]) -> int:
     import h5py
 
     given = parser().parse_args(argv)
+    if os.path.isdir(given.output):
+        raise InputError(f"{given.output} is a folder: give the HDF5 file of a run")
     try:
         with h5py.File(given.output, "r") as file:
             requests, sequences = file["requests"][:], file["sequences"][:given.rows]

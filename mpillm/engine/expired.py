@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mpillm.engine.request import echoed_id
 from mpillm.errors import OutputError
 from mpillm.formats.jsonl import dumps_strict
 
@@ -39,14 +39,6 @@ def write_expired(path: str, lines: Iterator[tuple[int, int, bytes]], finished: 
 
 
 def _record(number: int, raw: bytes) -> dict[str, Any]:
-    """As OpenAI's batches have it."""
-    custom_id = None
-    try:
-        value = json.loads(raw)
-        if isinstance(value, dict):
-            custom_id = value.get("custom_id", value.get("id"))
-    except (ValueError, RecursionError):
-        pass
-    named = isinstance(custom_id, (str, int)) and not isinstance(custom_id, bool)
-    return {"id": f"batch_req_{number:08d}", "custom_id": str(custom_id) if named else None, "line": number,
-            "response": None, "error": {"code": "batch_expired", "message": MESSAGE}}
+    """As OpenAI's batches have it, with the id that a result of the line would have."""
+    return {"id": f"batch_req_{number:08d}", "custom_id": echoed_id(raw), "line": number, "response": None,
+            "error": {"code": "batch_expired", "message": MESSAGE}}

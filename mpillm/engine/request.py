@@ -155,8 +155,8 @@ def read_request(line: int, index: int, raw: bytes, defaults: Sampling, tokenize
         except LineError as error:
             raise defect or error from None
         if defect is not None:
-            if defect.code == "duplicate_key" and defect.param in ("custom_id", "id"):
-                custom_id = None        # which of the two would it be
+            if _repeats_id(defect):
+                custom_id = None
             raise defect
         body, kind, bare = _unwrap(value)
         sampling = read_sampling(body, kind, defaults, limits)
@@ -172,6 +172,21 @@ def read_request(line: int, index: int, raw: bytes, defaults: Sampling, tokenize
         return Request(line, index, custom_id, kind, bare, prompts, sampling, model)
     except LineError as error:
         return FailedLine.of(line, index, custom_id, error)
+
+
+def echoed_id(raw: bytes) -> str | None:
+    """The ``custom_id`` of the line's result, as ``read_request`` finds it, of a line that is not run."""
+    try:
+        value, defect = parse_line(raw)
+        custom_id = _custom_id(value) if isinstance(value, dict) else None
+    except LineError:
+        return None
+    return None if _repeats_id(defect) else custom_id
+
+
+def _repeats_id(defect: LineError | None) -> bool:
+    """Two ids stand in one line: which of them would it be."""
+    return defect is not None and defect.code == "duplicate_key" and defect.param in ("custom_id", "id")
 
 
 def _custom_id(value: dict[str, Any]) -> str | None:

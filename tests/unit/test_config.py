@@ -65,7 +65,8 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("prompts = 3", "prompts must be of type str"), ("nonsense = 1", "unknown option 'nonsense'"),
+    ("prompts = 3", "prompts must be of type str"), ("nonsense = 1", "'nonsense' (mpillm run --help lists"),
+    ("mx-batch = 1", "unknown option 'mx-batch' (did you mean 'max-batch'?)"),
     ("max-batch = true", "max_batch must be of type int"), ("max-batch = 2.5", "max_batch must be of type int"),
     ("stop = 'x'", "stop must be a list of str"), ("stop-token-ids = ['x']", "must be a list of int"),
     ("kv-type = 'int4'", "--kv-type 'int4' is not one of"),

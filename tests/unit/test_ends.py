@@ -7,7 +7,7 @@ import errno
 import numpy as np
 import pytest
 
-from mpillm import main
+from mpillm import kernels, main
 from mpillm.errors import MpillmError
 from mpillm.machine import guard
 
@@ -41,3 +41,12 @@ def test_errors_of_users_have_their_codes(kind):
 def test_anything_else_is_a_fault():
     assert main.exit_code(OSError(errno.EIO, "Input/output error")) == main.exit_code(KeyError("x")) == 70
     assert "fault of the program: KeyError: 'x'" in main.message(KeyError("x"), "")
+
+
+def test_kernels_are_made_until_a_stop_is_heard(monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(kernels, "_needed", lambda *_: [lambda i=i: made.append(i) for i in range(5)])
+    kernels.warm_up(["bf16"], "bf16", stop=lambda: len(made) == 2)
+    assert made == [0, 1]
+    kernels.warm_up(["bf16"], "bf16", part=1, parts=2)
+    assert made == [0, 1, 1, 3]

@@ -11,7 +11,10 @@ import pytest
 from made_parts import HEADER
 
 from mpillm import io
-from mpillm.errors import LaunchError, OutputError, UsageError
+from mpillm.cli.run import Hold as Kept
+from mpillm.cli.run import check_errors, prepare
+from mpillm.config import RunConfig
+from mpillm.errors import LaunchError, ModelError, OutputError, UsageError
 from mpillm.formats.hold import Hold
 from mpillm.formats.part_scan import choose, read_parts
 from mpillm.formats.parts import RequestsPart, finished
@@ -30,6 +33,37 @@ def test_names_that_meet_are_refused(tmp_path, monkeypatch, output, results, pro
     with pytest.raises(UsageError, match="same file|choose another name|is empty"):
         io.check_names(output, results, [("--prompts", prompts), ("--model", None)])
     io.check_names("other", "another", [("--prompts", prompts)])
+
+
+@pytest.mark.parametrize("errors, prompts", [("p", "p"), ("o.h5", "p"), ("r", "p"), ("r.tmp", "p"), ("e", "e.tmp"),
+                                            ("o.h5.parts", "p"), ("", "p")])
+def test_an_errors_file_takes_no_name_of_another(tmp_path, monkeypatch, errors, prompts):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="--errors"):
+        io.check_names("o.h5", "r", [("--prompts", prompts)], errors)
+    io.check_names("o.h5", "r", [("--prompts", "p")], "e")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nothing"])
+def test_an_errors_file_replaces_files_only(tmp_path, kind):
+    path = tmp_path / "errors"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda p: os.symlink("nothing", p)}[kind](path)
+    settings = RunConfig(prompts="p", errors=str(path), on_stop="expire", overwrite=True)
+    with pytest.raises(OutputError, match="not a regular file: choose another --errors"):
+        check_errors(settings)
+    path.rmdir() if kind == "folder" else path.unlink()
+    check_errors(settings)
+
+
+def test_prompts_of_a_pipe_need_an_output(tmp_path):
+    """The results lie beside the output, so that alone tells where both go."""
+    pipe, missing = str(tmp_path / "pipe"), str(tmp_path / "missing")
+    os.mkfifo(pipe)
+    unplaced = RunConfig(prompts=pipe, results="r", model=missing)
+    with pytest.raises(UsageError, match="is no regular file to put outputs beside: give --output$"):
+        prepare(unplaced, Kept())
+    with pytest.raises(ModelError, match="missing"):       # the next thing that is looked at
+        prepare(RunConfig(prompts=pipe, output="o.h5", model=missing), Kept())
 
 
 def test_a_second_hold_is_refused_until_the_first_lets_go(tmp_path):

@@ -302,7 +302,7 @@ def test_show_says_so_of_a_file_that_is_no_output(tmp_path, kind):
 
 
 def test_show_of_a_folder_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match="is not an output of mpillm"):
+    with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path))} is a folder: give the HDF5 file"):
         show([str(tmp_path)])
 
 

@@ -19,6 +19,7 @@ from mpillm.engine.request import (
     Request,
     Sampling,
     check_defaults,
+    echoed_id,
     read_request,
     read_requests,
     resolve_max_tokens,
@@ -587,3 +588,17 @@ def test_any_value_of_any_parameter(name, value):
         assert value is None or check_defaults(got.sampling, LIMITS, True) == got.sampling
     else:
         assert got.code in ("invalid_value", "invalid_json", "invalid_text", "duplicate_key"), got
+
+
+@pytest.mark.parametrize("raw", [
+    b'{"custom_id": "a", "prompt": "x"}', b'{"custom_id": null, "id": "z", "prompt": "x"}', b'{"id": 7, "n": -1}',
+    b'{"id": "", "prompt": "x"}', b'{"id": "a", "custom_id": "b"}', b'{"id": "a", "id": "a"}', b'{"id": "\\ud83d"}',
+    b'{"id": "a", "user": "\\ud83d"}', b'{"id": "a\\u0000"}', b'{"id": 1.5}', b'{"id": true}', b"[]", b"{", b"\xff",
+    b'{"id": "' + b"x" * 65537 + b'"}', b'{"id": ' + b"9" * 5000 + b"}", b"[" * 5000,
+])
+def test_a_line_that_is_not_run_keeps_the_id_of_its_result(raw):
+    assert echoed_id(raw) == read_request(1, 0, raw, Sampling(), ByteTokenizer(), LIMITS).custom_id
+
+
+def test_ids_are_echoed():
+    assert [echoed_id(b'{"custom_id": null, "id": "z"}'), echoed_id(b'{"id": 7}'), echoed_id(b"{")] == ["z", "7", None]
