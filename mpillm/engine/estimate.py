@@ -24,7 +24,7 @@ from mpillm.models.config import ModelConfig
 from mpillm.models.load import LOADING_BYTES, QUANT_BLOCK, SUPER_BLOCKS, apart
 from mpillm.models.load_experts import SUPER_BLOCK
 from mpillm.models.weights import EMBEDDING, Weights, expected
-from mpillm.partition import KV_MODES, Partition, Share, partition, row_columns, step_bytes
+from mpillm.partition import KV_MODES, Partition, Share, partition, step_bytes
 
 SAMPLING = 2                      # exchanges of a step that choose the tokens
 TERMS = {"weights": "reading weights", "products": "multiplying", "cache": "reading the cache",
@@ -274,7 +274,7 @@ def parameters(model: ModelConfig) -> tuple[int, float]:
 
 def products(model: ModelConfig, share: Share) -> float:
     """Multiply-adds of a row with a share's weights, all layers, on the mean of free choices of experts."""
-    columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
+    columns = cost.row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
     dense = len(model.dense) if model.experts else 0
     forward = (model.n_layers - dense) * columns + dense * share.dense_columns.size
     return float(model.n_layers * registry.attention_products(model, share) + 3 * model.hidden * forward)
