@@ -390,14 +390,6 @@ def step_bytes(p: Partition, rank: int, rows: int = 1) -> float:
     return total
 
 
-def row_columns(s: Share, experts: int, chosen: int, shared: int) -> float:
-    """Columns of a layer's feed-forward that a row multiplies on a rank, of its experts all together, on the mean."""
-    if not experts:
-        return s.columns.size
-    beside = s.columns.size * shared if s.experts.size == experts else s.shared_columns.size
-    return s.experts.size * s.columns.size * chosen / experts + beside
-
-
 def balance(p: Partition) -> float:
     """Mean over maximum of the ranks' step bytes: 1.0 when every rank reads the same."""
     price = _Prices.of(p.sizes)
@@ -428,24 +420,6 @@ def row_exchange(p: Partition, rank: int) -> Exchange:
 
     return Exchange("none" if local else "all_gather" if all_need_all else "all_to_all",
                     send=tuple(message(me, s) for s in row), receive=tuple(message(s, me) for s in row))
-
-
-def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
-             kv_bytes_per_token: float = 0) -> list[dict]:
-    """One dict a rank for the printed table; spans read ``0-2``, ``7`` or ``-``.
-
-    ``weight_bytes``: what each rank really stores, by rank; None: ``step_bytes``.
-    ``kv_bytes_per_token``: K and V of *one KV head* over all layers for one position; a rank's figure is
-    that times the KV heads whose cache it holds.
-    """
-    if weight_bytes is None:
-        weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
-    assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
-    columns = [f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns) for s in p.shares]
-    return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
-             "kv_columns": str(s.kv_columns), "columns": columns[s.rank], "vocab": str(s.vocab),
-             "weight_bytes": weight_bytes[s.rank],
-             "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 
 
 def layout(ranks: int, n_heads: int, fits: Callable[[int], bool], tp: int | None = None) -> Layout:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mpillm.engine.cost import row_columns
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
-from mpillm.partition import Share, row_columns
+from mpillm.partition import Share
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpillm.config import RunConfig, format_size
+from mpillm.partition import Partition, step_bytes
 from mpillm.quant.recipe import DEFAULT
 
 if TYPE_CHECKING:
@@ -40,6 +41,24 @@ def render(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], lef
 def printable(text: str) -> str:
     """``text`` without characters that a terminal would act on."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def describe(p: Partition, weight_bytes: Sequence[float] | None = None,
+             kv_bytes_per_token: float = 0) -> list[dict]:
+    """One dict a rank for the printed table; spans read ``0-2``, ``7`` or ``-``.
+
+    ``weight_bytes``: what each rank really stores, by rank; None: ``step_bytes``.
+    ``kv_bytes_per_token``: K and V of *one KV head* over all layers for one position; a rank's figure is
+    that times the KV heads whose cache it holds.
+    """
+    if weight_bytes is None:
+        weight_bytes = [step_bytes(p, rank) for rank in range(p.tp)]
+    assert len(weight_bytes) == p.tp, f"weight bytes of {len(weight_bytes)} ranks given for tp {p.tp}"
+    columns = [f"experts {s.experts}" if p.moe_split == "experts" else str(s.columns) for s in p.shares]
+    return [{"rank": s.rank, "row": s.row, "heads": str(s.heads), "kv_heads": str(s.kv_heads),
+             "kv_columns": str(s.kv_columns), "columns": columns[s.rank], "vocab": str(s.vocab),
+             "weight_bytes": weight_bytes[s.rank],
+             "cache_bytes_per_token": s.kv_heads.size * kv_bytes_per_token} for s in p.shares]
 
 
 def split_table(rows: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], title: str) -> str:

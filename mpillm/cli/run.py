@@ -36,7 +36,7 @@ from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.parse import open_checkpoint, open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import Layout, Span, balance, describe
+from mpillm.partition import Layout, Span, balance
 
 LOG = logging.getLogger("mpillm.run")
 COMPILERS = 8          # ranks of a node that compile kernels, at most
@@ -379,7 +379,7 @@ def announce(world: collectives.World, settings: RunConfig, job: Job, hold: Hold
              job.path, model.architecture, model.n_layers, model.hidden, model.n_heads, model.n_kv_heads,
              model.head_dim, feed_forward(model), model.vocab)
     LOG.info("%s", split.choice.line())
-    rows = describe(split.partition, split.weight_bytes)
+    rows = report.describe(split.partition, split.weight_bytes)
     for row in rows:
         row["cache_bytes_per_token"] = _cache_token_bytes(settings, job, split, row["rank"])
     LOG.info("%s", report.split_table(rows, placement.table, "ranks" if laid.dp == 1 else "ranks of replica 0"))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpillm.partition import Layout
+from mpillm.partition import Layout, Share
 
 STEP_SECONDS = 0.5e-3      # of a step outside kernels and exchanges: scheduling, sampling, Python
 REACHED = 0.4              # of the arithmetic peak in products of many rows (docs/performance.md: 0.3 to 0.6)
@@ -228,3 +228,11 @@ class LayoutChoice:
         unfit = [name for name, other in others if other is None]
         parts = fit + ([f"{' '.join(unfit[:SHOWN])} does not fit"] if unfit else [])
         return f"{text}: {speed:.3g} tokens/s expected" + ("; " + ", ".join(parts) if parts else "")
+
+
+def row_columns(s: Share, experts: int, chosen: int, shared: int) -> float:
+    """Columns of a layer's feed-forward that a row multiplies on a rank, of its experts all together, on the mean."""
+    if not experts:
+        return s.columns.size
+    beside = s.columns.size * shared if s.experts.size == experts else s.shared_columns.size
+    return s.experts.size * s.columns.size * chosen / experts + beside

@@ -25,7 +25,7 @@ from mpillm.models.deepseek_sizes import DeepSeekFigures
 from mpillm.models.llama import room_for
 from mpillm.models.load import LOADING_BYTES
 from mpillm.models.weights import Weights
-from mpillm.partition import Partition, Share, partition, row_columns, row_exchange, step_bytes
+from mpillm.partition import Partition, Share, partition, row_exchange, step_bytes
 
 KV_MODES = ("redundant", "allgather", "sharded")
 ATTENTION_SCRATCH = 64 << 20      # of latent attention, on each rank
@@ -190,7 +190,7 @@ class Dense:
         read = [step_bytes(split, rank, asked.batch) for rank in range(tp)]
         fullest = max(range(tp), key=read.__getitem__)
         share = split.shares[fullest]
-        columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
+        columns = cost.row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
         layer = 2 * model.head_dim * share.heads.size + 2 * share.kv_columns.size + 3 * columns
         swaps, swapped = self._swaps(split, mode)
         attending = 2.0 * model.head_dim * model.n_layers * (

@@ -14,7 +14,7 @@ from mpillm.errors import UsageError
 from mpillm.models import registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.weights import Weights
-from mpillm.partition import Layout, Partition, layout, partition, row_columns, step_bytes
+from mpillm.partition import Layout, Partition, layout, partition, step_bytes
 
 GUESS = cost.Work()        # where nothing is known of the batch
 
@@ -57,7 +57,7 @@ def candidate(run: RunConfig, model: ModelConfig, weights: Weights, split: Parti
     free -= setup.activation_bytes(run, model, share)
     if free >= 0:
         free = free // 2 if run.kv_memory is None else min(run.kv_memory, free)
-    columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
+    columns = cost.row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
     layer = registry.attention_products(model, share) + 3 * columns * model.hidden
     return cost.Candidate(
         tp=split.tp, dp=ranks // split.tp, idle=ranks % split.tp, weight_bytes=weight_bytes, read_bytes=read[fullest],

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpillm.cli.report import describe
 from mpillm.errors import ResourceError, UsageError
 from mpillm.partition import (
     KV_MODES,
@@ -17,7 +18,6 @@ from mpillm.partition import (
     Sizes,
     Span,
     balance,
-    describe,
     kv_rows,
     layout,
     level_out,
