@@ -36,8 +36,8 @@ def speeds(model: str, ranks: int, mode: str, contexts: list[int]) -> dict[int, 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         subprocess.run([MPIRUN, "-n", str(ranks), sys.executable, "-m", "mpillm.main", "bench", "model", "--model",
-                        model, "--kv-mode", mode, "--batch", "1", "--prompt", "0", "--tokens", "16", "--repetitions", "2",
-                        "--depth", ",".join(map(str, contexts)), "--buffer", "64M", "--threads-per-rank", "1",
+                        model, "--kv-mode", mode, "--batch", "1", "--prompt", "0", "--tokens", "16", "--repetitions",
+                        "2", "--depth", ",".join(map(str, contexts)), "--buffer", "64M", "--threads-per-rank", "1",
                         "--no-pin", "--json", str(path)], check=True, stdout=subprocess.DEVNULL)
         return {row["n_depth"]: 1 / row["avg_ts"] for row in json.loads(path.read_text())}
 
