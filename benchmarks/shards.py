@@ -60,10 +60,11 @@ def crossing(subject: Subject, ranks: int, machine: Machine, batch: int, other: 
     return 64 * high
 
 
-def overtakes(redundant: dict[int, float], sharded: dict[int, float]) -> int | None:
-    """The first measured context from which on sharded is faster at all further ones."""
-    ahead = [n for n in sorted(redundant) if all(sharded[m] < redundant[m] for m in redundant if m >= n)]
-    return ahead[0] if ahead else None
+def overtakes(redundant: dict[str, float], sharded: dict[str, float]) -> str:
+    """The first measured context from which on sharded is faster at all further ones, in words."""
+    ahead = [n for n in sorted(redundant, key=int) if all(
+        sharded[m] < redundant[m] for m in redundant if int(m) >= int(n))]
+    return f"from {ahead[0]} positions on" if ahead else "at none of these contexts"
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -140,6 +141,10 @@ def main(argv: list[str]) -> int:
     if path:
         path.write_text(json.dumps(found, indent=1))
     print(table(found))
+    for ranks in dict.fromkeys(row["ranks"] for row in found):
+        own = {row["mode"]: row["seconds"] for row in found if row["ranks"] == ranks}
+        if {"redundant", "sharded"} <= set(own):
+            print(f"{ranks} ranks: sharded is faster than redundant {overtakes(own['redundant'], own['sharded'])}")
     return 0
 
 
