@@ -23,7 +23,7 @@ from mpillm.engine.scheduler import Limits, Scheduler
 from mpillm.models import registry
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import partition
+from mpillm.partition import Share, Span, partition
 
 CONTEXT = 512
 SMALL = 5            # blocks: the longest sequence of the workload just fits
@@ -104,7 +104,8 @@ def run(built, kv_type, requests, n_blocks=200, *, max_batch=32, chunk=256, shar
     config, model = built
     scheduler = Scheduler(BlockLedger(n_blocks), Limits(max_batch, chunk, kernels.BLOCK),
                           context_blocks=blocks_for(CONTEXT, kernels.BLOCK), share=share)
-    cache = kvcache.allocate(kv_type, config.n_layers, n_blocks, config.n_kv_heads, config.head_dim)
+    whole = Share(0, 0, 0, Span(0, config.n_heads), Span(0, config.n_kv_heads), *[Span(0, 0)] * 3)
+    cache = kvcache.share_cache(asked(kv_type=kv_type), config, whole, n_blocks)
     kept, ends = Kept(), Ends(frozenset(), CONTEXT)
     loop = BatchLoop(model, cache, scheduler, Sampler(_OneRank(), 0, config.vocab),
                      SimpleNamespace(seconds=0.0, waited=0.0), kept, ends, keep_logits=keep_logits,
