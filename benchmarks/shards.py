@@ -39,7 +39,7 @@ def speeds(model: str, ranks: int, mode: str, contexts: list[int]) -> dict[int, 
                         model, "--kv-mode", mode, "--batch", "1", "--prompt", "0", "--tokens", "16", "--repetitions",
                         "2", "--depth", ",".join(map(str, contexts)), "--buffer", "64M", "--threads-per-rank", "1",
                         "--no-pin", "--json", str(path)], check=True, stdout=subprocess.DEVNULL)
-        return {row["n_depth"]: 1 / row["avg_ts"] for row in json.loads(path.read_text())}
+        return {row["depth"]: 1 / row["median_ts"] for row in json.loads(path.read_text())}
 
 
 def crossing(subject: Subject, ranks: int, machine: Machine, batch: int, other: str,
