@@ -22,8 +22,7 @@ def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespa
             table: Sequence[Planned], speeds: Sequence[Speed] | None,
             types: dict[str, dict[str, int | None]]) -> dict[str, Any]:
     """All figures; bytes, seconds, tokens/s. ``predicted`` is left to the caller."""
-    missing = [reason for reason in (
-        subject.unsupported, SHARDED if chosen.mode.kv_mode == "sharded" and not chosen.alike else None) if reason]
+    missing = [SHARDED] if chosen.mode.kv_mode == "sharded" and not chosen.alike else []
     memory = given.memory_per_rank
     return {
         "model": {"name": subject.name, **subject.figures()}, "weights": list(subject.formats), "weights_from": source,

@@ -1,7 +1,7 @@
 """What ranks would hold, read and exchange, and how fast they would be: before a job is queued, from figures alone.
 
-Models that run are counted by the code that runs them (partition, registry, setup, kvcache). What does not run yet,
-latent attention and ``sharded`` caches, is counted by formula and says so.
+Models of the Llama family are counted by the code that runs them (partition, registry, setup, kvcache), those with
+latent attention by formula. ``sharded`` caches do not run yet, and what is printed says so.
 """
 
 from __future__ import annotations
@@ -141,12 +141,11 @@ class Planned:
 
 
 class Subject(Protocol):
-    """A model that can be planned. ``unsupported``: why `run` does not run it, if it does not."""
+    """A model that can be planned."""
 
     name: str
     context: int
     formats: tuple[str, ...]
-    unsupported: str | None
 
     def modes(self) -> list[Mode]: ...
 
@@ -159,8 +158,6 @@ class Subject(Protocol):
 
 class Dense:
     """A model of the Llama family, by the code of the run."""
-
-    unsupported: str | None = None
 
     def __init__(self, model: ModelConfig, weights: Weights, asked: str) -> None:
         """``asked``: --weights."""
@@ -246,9 +243,6 @@ class Dense:
 
 class Latent:
     """DeepSeek-V2 and V3, by formula."""
-
-    unsupported: str | None = \
-        "DeepSeek models (latent attention, mixture of experts) do not run yet: these are planned figures"
 
     def __init__(self, figures: DeepSeekFigures, asked: str, stored: str = "bf16") -> None:
         """``asked``: --weights; ``stored``: the format that auto stands for."""
