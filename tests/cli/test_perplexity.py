@@ -69,6 +69,12 @@ def test_short_windows_over_replicas_of_two_ranks(folder):
     assert found["windows"] == 102 and (found["layout"]["tp"], found["layout"]["dp"]) == (2, 2)
 
 
+def test_a_sharded_cache_scores_alike(folder):
+    found = score_text(folder, 3, "--tp", 3, "--kv-mode", "sharded", "--prefill-chunk", 100, name="sharded")
+    check(found, FIGURES[512, 256])
+    assert found["kv_mode"] == "sharded"
+
+
 def test_lines_of_a_run_that_score_are_prefilled_alone_and_give_the_same(folder, whole):
     ids = tokenizer().encode(TEXT).ids
     windows = [score.window_at(i, len(ids), 512, 256) for i in range(3)]

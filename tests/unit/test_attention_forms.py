@@ -161,8 +161,9 @@ def test_bits_of_a_row_depend_on_nothing_beside_it(form, types, monkeypatch):
                 for start in range(0, len(rows), count):
                     got = setting.run(rows[start:start + count], window, scratch)
                     for m, wanted in enumerate(alone[start:start + count]):
-                        assert all(np.array_equal(a[m].view(np.uint32), b.view(np.uint32))
-                                   for a, b in zip(got, wanted, strict=True)), (window, threads, scratch, count)
+                        for a, b in zip(got, wanted, strict=True):
+                            np.testing.assert_array_equal(a[m].view(np.uint32), b.view(np.uint32),
+                                                          f"{window, threads, scratch, count, start + m}")
 
 
 def test_scratch_is_used_within_its_bounds():

@@ -18,8 +18,10 @@ from mpillm.models.weights import Weights
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import batch  # noqa: E402
+import latent  # noqa: E402
 import make_model  # noqa: E402
 import peers  # noqa: E402
+import shards  # noqa: E402
 import workload  # noqa: E402
 
 
@@ -196,3 +198,50 @@ def test_without_limits_the_table_has_none():
     case = batch.cases_of(given(types="bf16", threads=2), "lines.jsonl")[0]
     found.speeds[case], found.whole[case], found.lines[case] = [4.0], [1.0], 1
     assert batch.table([case], lines, found)[2:] == ["| bf16 | mpillm | 2 x 1 | 4.0 | - |  | 1 |"]
+
+
+# Latent attention and sharded caches against the context
+
+def test_bytes_and_operations_of_latent_attention():
+    """16 heads at 16k positions: what facts of the modes say by hand."""
+    own, copied, once, third = (latent.Case(mode, "bf16", 16, 16383) for mode in range(4))
+    assert own.cache_nbytes == 16384 * 16 * 320 * 2 and once.cache_nbytes == third.cache_nbytes == 16384 * 576 * 2
+    assert copied.cache_nbytes == 16384 * (576 + 512) * 2
+    weights = 16 * 2 * 256 * 512
+    assert once.operations - weights == 2 * 16 * 16384 * (576 + 512) == copied.operations - weights
+    assert own.operations - weights == 2 * 16 * 16384 * 320
+    chunk, made = (latent.Case(mode, "q8_0", 16, 16384, 4096) for mode in (0, 3))
+    again = 2 * 16 * 16384 * 256 * 512
+    assert made.operations == chunk.operations + again and again / chunk.operations == pytest.approx(0.09, abs=0.01)
+    assert made.cache_nbytes == 20480 * 18 * 34
+
+
+def test_the_table_of_latent_attention_compares_with_mode_0():
+    found = [latent.result(latent.Case(mode, "bf16", 16, 1023), seconds, 1e10, 1e11)
+             for mode, seconds in ((2, 0.001), (0, 0.003))]
+    rows = latent.table(found, 1e10, 1e11).splitlines()[-2:]
+    assert [row.split(" | ")[1] for row in rows] == ["0", "2"]
+    assert rows[0].endswith("1.00 |") and rows[1].endswith("3.00 |")
+    assert found[0]["read_share"] == pytest.approx(1024 * 576 * 2 / 0.001 / 1e10)
+
+
+def test_where_sharded_overtakes():
+    one, cut = {"64": 1.0, "1024": 2.0, "640": 1.5}, {"64": 0.9, "640": 1.6, "1024": 1.9}
+    assert shards.overtakes(one, cut) == "from 1024 positions on"
+    assert shards.overtakes(cut, {n: 9.0 for n in cut}) == "at none of these contexts"
+    subject = shards.open_subject(str(ROOT / "examples/models/Llama-3.3-70B"), "auto")[0]
+
+    def crossing(microseconds: float) -> int | None:
+        points = shards.estimate.exchange_figures([4, 32], 1e-6 * microseconds, 1e10)
+        return shards.crossing(subject, 32, shards.Machine(5e10, 1e12, points), 8, "allgather")
+
+    near, far = crossing(2), crossing(20)
+    assert near is not None and far is not None and 64 <= near < far and far % 64 == 0
+    assert crossing(1e6) is None
+
+
+def test_the_table_of_shards_has_a_column_for_each_context():
+    row = {"ranks": 2, "mode": "sharded", "cache_bytes": 512, "exchange_bytes": 96,
+           "seconds": {"16384": 0.002, "1024": 0.001}}
+    assert shards.table([row]).splitlines()[0].endswith("1024: ms | 16384: ms |")
+    assert shards.table([row]).splitlines()[2] == "| 2 | sharded | 512 B | 96 B | 1.00 | 2.00 |"
