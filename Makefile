@@ -30,7 +30,7 @@ test-numa: $(VENV)/.test
 
 # Fresh random checkpoints, compared live with transformers: needs torch.
 test-reference: $(VENV)/.reference
-	python -m pytest tests/reference/test_live.py tests/reference/test_latent_live.py tests/cli/test_perplexity.py
+	python -m pytest tests/reference/test_live.py tests/reference/test_latent_live.py tests/reference/test_moe_split_live.py tests/cli/test_perplexity.py
 
 lint: $(VENV)/.test
 	ruff check .
