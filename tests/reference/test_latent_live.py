@@ -41,7 +41,7 @@ def fresh(request, tmp_path_factory):
 
 
 def runs() -> list:
-    """Every case, mode and rank count; some of the product are left to ``make test-all``, each pair of figures is not."""
+    """Every case, mode and rank count: each pair of the three here, the whole product in ``make test-all``."""
     found = []
     for c, case in enumerate(LATENT_CASES):
         for r, ranks in enumerate(RANKS):

@@ -36,7 +36,7 @@ def fresh(request, tmp_path_factory):
 
 
 def runs() -> list:
-    """Every case, split and rank count; half of the product is left to ``make test-all``, each pair of figures is not."""
+    """Every case, split and rank count: each pair of the three here, the whole product in ``make test-all``."""
     found = []
     for c, case in enumerate(CASES):
         for r, ranks in enumerate((1, 2, 3, 4, 6)):
