@@ -107,9 +107,30 @@ if CACHE_DIR is not None:
 
 _FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}   # no fastmath: one order of sums
 
-#: Decorator of functions that are only called inside kernels.
-helper = njit(**_FLAGS)
-#: The same for short ones: each helper is a module of its own that costs compile time.
+
+def helper(function: Any) -> Any:
+    """Decorator of functions that are only called inside kernels.
+
+    Code is linked by name and signature. A function that closes over others is made several times, and two of those
+    that two processes cached could have one name: so what they close over is part of it.
+    """
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = ";".join(f"{name}={_meaning(cell.cell_contents)}" for name, cell in cells)
+    if held:
+        name = f"{function.__name__}_{hashlib.sha256(held.encode()).hexdigest()[:12]}"
+        function.__name__ = function.__qualname__ = name
+    return njit(**_FLAGS)(function)
+
+
+def _meaning(value: Any) -> str:
+    """What a compiled function takes from a value it closes over: a function by its name, else the value."""
+    own = getattr(value, "py_func", value)
+    if callable(own) and hasattr(own, "__name__"):
+        return f"{getattr(own, '__module__', '')}.{own.__name__}"
+    return repr(value)
+
+
+#: Decorator of short ones: each helper is a module of its own that costs compile time.
 inlined = njit(inline="always", **_FLAGS)
 #: Compiled things are made once.
 cached = lru_cache(None)
