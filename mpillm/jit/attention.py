@@ -83,8 +83,10 @@ def _finish(most, total, acc, query, width, paired, out, to, size, lse, lse_at):
         lse[lse_at] = -np.inf if nothing else most[query] + np.log(total[query])
 
 
-def _stretch_core(step: Any) -> Any:
-    @policy.helper
+def _stretch_core(kv_type: str, kv_type_v: str) -> Any:
+    step = block_step(kv_type, kv_type_v)
+
+    @policy.variant(kv_type, kv_type_v or "keys")
     def stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, sequence, j, kv_heads, k_cache,
                           k_words, v_cache, v_words, table, table_width, first_block_at, place, shards, size, v_size,
                           width, window, stretch, scores, weighted, tile, tile_codes, most, total, acc):
@@ -116,10 +118,10 @@ def _stretch_core(step: Any) -> Any:
 
 
 def _attention_core(kv_type: str, kv_type_v: str) -> Any:
-    stretch_of_blocks = _stretch_core(block_step(kv_type, kv_type_v))
+    stretch_of_blocks = _stretch_core(kv_type, kv_type_v)
     quantised, paired = kv_type == "q8_0", kv_type == "bf16" and not kv_type_v
 
-    @policy.helper
+    @policy.variant(kv_type, kv_type_v or "keys")
     def attention_part(part, parts, q_in, q_stride, out, out_stride, lse, lse_stride, k_cache, k_words, v_cache,
                        v_words, row_seq, table, table_width, first_block_at, place, shards, scale, size, head_start,
                        head_stop, kv_heads, group_parts, most_queries, v_size, width, window, positions, tiles, n_tiles,
@@ -191,7 +193,7 @@ def _keep(room, at, most, total, acc, start, width):
 
 
 def _merge_core(paired: bool) -> Any:
-    @policy.helper
+    @policy.variant("paired" if paired else "")
     def merge_part(part, parts, out, out_stride, lse, lse_stride, head_start, head_stop, kv_heads, group_parts,
                    most_queries, v_size, width, window, positions, tiles, n_tiles, run, pieces, room_queries, room):
         """After a split: a thread's share of the merged heads, the pieces of each in order."""

@@ -115,7 +115,7 @@ def block_step(kv_type: str, kv_type_v: str) -> Any:
     else:
         add = _add_code_columns if kv_type == "q8_0" else _add_columns
 
-    @policy.helper
+    @policy.variant(kv_type, kv_type_v or "keys")
     def step(q, codes, code_scales, code_sums, query, count, k_cache, k_words, v_cache, v_words, stored, size, v_size,
              width, first, stop, scores, weighted, tile, tile_codes, most, total, acc):
         """One block for queries ``query`` ... : positions first ... stop - 1 are attended to."""

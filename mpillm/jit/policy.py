@@ -111,6 +111,21 @@ _FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}   # no fastmath
 helper = njit(**_FLAGS)
 #: The same for short ones: each helper is a module of its own that costs compile time.
 inlined = njit(inline="always", **_FLAGS)
+
+
+def variant(*names: str) -> Callable[[Any], Any]:
+    """Decorator of helpers of which a function makes several that differ in what they close over only.
+
+    Code is linked by name and signature, and two that were cached by two processes may have the same: each has to
+    have a name of its own, which ``names`` are added to.
+    """
+    def named(function: Any) -> Any:
+        function.__name__ = function.__qualname__ = "_".join([function.__name__, *filter(None, names)])
+        return helper(function)
+
+    return named
+
+
 #: Compiled things are made once.
 cached = lru_cache(None)
 

@@ -6,8 +6,9 @@ from naive import round_to
 
 from mpillm import kernels
 from mpillm.errors import UsageError
-from mpillm.jit import policy
+from mpillm.jit import attention, policy
 from mpillm.jit.attention import SPAN, STRETCH
+from mpillm.jit.block_steps import block_step
 
 NOTHING = np.zeros(0, np.int64)
 TOLERANCE = 3e-6
@@ -262,3 +263,11 @@ def test_bytes_of_a_latent_cache_are_those_of_its_arrays(types, value_dim, bits_
     cache = kernels.LayerCache(keys, values, *types)
     assert cache.nbytes == 3 * kernels.cache_block_nbytes(types[0], 1, 576, types[1], value_dim)
     assert cache.nbytes == 3 * 64 * bits_of_a_position / 8
+
+
+def test_kernels_of_each_pair_of_types_have_names_of_their_own():
+    """Arrays of a latent cache and of one with values are of the same types: only names tell their kernels apart."""
+    pairs = [(k, v) for k in kernels.KV_TYPES for v in (*kernels.KV_TYPES, "")]
+    for make in (attention._attention_core, attention._stretch_core, block_step):
+        assert len({make(*pair).py_func.__qualname__ for pair in pairs}) == len(pairs)
+    assert attention._merge_core(True).py_func.__qualname__ != attention._merge_core(False).py_func.__qualname__
