@@ -6,8 +6,9 @@ from naive import round_to
 
 from mpillm import kernels
 from mpillm.errors import UsageError
-from mpillm.jit import policy
+from mpillm.jit import attention, policy
 from mpillm.jit.attention import SPAN, STRETCH
+from mpillm.jit.block_steps import block_step
 
 NOTHING = np.zeros(0, np.int64)
 TOLERANCE = 3e-6
@@ -262,3 +263,15 @@ def test_bytes_of_a_latent_cache_are_those_of_its_arrays(types, value_dim, bits_
     cache = kernels.LayerCache(keys, values, *types)
     assert cache.nbytes == 3 * kernels.cache_block_nbytes(types[0], 1, 576, types[1], value_dim)
     assert cache.nbytes == 3 * 64 * bits_of_a_position / 8
+
+
+def test_kernels_of_a_latent_cache_have_names_of_their_own():
+    """Its arrays are of the types of one that has values: only names tell their kernels apart."""
+    for kind in kernels.KV_TYPES:
+        own, latent = block_step(kind, kind), block_step(kind, "")
+        assert own.py_func.__qualname__ != latent.py_func.__qualname__
+        own, latent = attention.stretch_core(own), attention.stretch_core(latent)
+        assert own.py_func.__qualname__ != latent.py_func.__qualname__
+        own, latent = attention._attention_core(kind, kind), attention._attention_core(kind, "")
+        assert own.py_func.__qualname__ != latent.py_func.__qualname__
+    assert attention._merge_core(True).py_func.__qualname__ != attention._merge_core(False).py_func.__qualname__
