@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  mpillm plan --model Llama-3.3-70B/config.json --ranks 32 --memory-per-rank 16GiB
-  mpillm plan --model examples/models/DeepSeek-V3 --ranks 64 --kv-mode sharded --context 32768 --batch 16
+  mpillm plan --model examples/models/Llama-3.3-70B --ranks 32 --kv-mode sharded --memory-per-rank 16GiB
+  mpillm plan --model examples/models/DeepSeek-V3 --ranks 64 --kv-mode allgather --context 32768 --batch 16
   mpirun -n 2 mpillm bench machine --json bench.json
   mpillm plan --model SmolLM2-135M.gguf --ranks 8 --machine bench.json --json plan.json --plot plan.png
 
