@@ -14,7 +14,7 @@ KINDS = ("png", "pdf", "svg")
 def check(path: str) -> None:
     """UsageError when the picture could not be drawn."""
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'mpillm[plot]'")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if _kind(path) not in KINDS:
         raise UsageError(f"--plot {path}: name a file that ends in {', '.join(KINDS)}")
 

@@ -56,7 +56,7 @@ def missing(environment: Mapping[str, str], reason: Exception) -> LaunchError:
     """What to say when mpi4py, or the MPI library below it, cannot be loaded."""
     first = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
     return _once_per_node(environment, LaunchError(
-        f"MPI cannot be loaded ({first}): `pip install mpillm[mpi]`, or mpi4py with the machine's own MPI"))
+        f"MPI cannot be loaded ({first}): `pip install mpich mpi4py`, or mpi4py with the machine's own MPI"))
 
 
 def prepare_environment(environment: MutableMapping[str, str], cpus: int) -> None:

@@ -61,7 +61,7 @@ def test_unknown_instructions_end_with_the_code_of_a_run():
 
 
 @pytest.mark.parametrize("package, words", [
-    ("mpi4py", ("MPI cannot be loaded (ImportError: libmpi.so.12 is broken)", "pip install mpillm[mpi]")),
+    ("mpi4py", ("MPI cannot be loaded (ImportError: libmpi.so.12 is broken)", "pip install mpich mpi4py")),
     ("numba", ("numba cannot be loaded (ImportError: libmpi.so.12 is broken)", "pip install -U numba"))])
 def test_a_broken_library_is_named_and_the_rest_is_told(tmp_path, package, words):
     broken = tmp_path / package

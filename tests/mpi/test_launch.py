@@ -19,7 +19,7 @@ CASES = Path(__file__).parent / "cases"
 ROOT = Path(__file__).parents[2]
 BESIDE = Path(sys.executable).with_name("mpirun")       # that of the MPI in this environment, if there is one
 MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install mpillm[mpi]")
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install mpich")
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -186,7 +186,7 @@ def test_without_mpi():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
                           env=environment())
     assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
-    assert "pip install mpillm[mpi]" in done.stderr
+    assert "pip install mpich mpi4py" in done.stderr
 
 
 def test_a_reader_that_goes_away_does_not_hang():
