@@ -136,7 +136,8 @@ def cache_shape(kv_type: str, n_blocks: int, kv_heads: int, head_dim: int, kv_ty
     for kind, size in ((kv_type, head_dim), (kv_type_v, value_dim)):
         check_kv(kind)
         if kind == "q8_0" and size % 32:
-            raise UsageError(f"kv-type q8_0 needs head sizes in blocks of 32, this model's are {size}: use bf16")
+            option = "kv-type" if kind == kv_type else "kv-type-v"
+            raise UsageError(f"{option} q8_0 needs head sizes in blocks of 32, this model's are {size}: use bf16")
     assert head_dim % 2 == 0, f"head_dim {head_dim} is odd"
     keys = _key_shape(kv_type, n_blocks, kv_heads, head_dim), _dtype(kv_type)
     if not value_dim:

@@ -209,10 +209,10 @@ MEASURED = [{"id": f"m{i}", "prompt_token_ids": [(11 * i + 5 * k) % 300 + 4 for 
 GREEDY = ("--temperature", 0, "--ignore-eos", "--max-tokens", 3, "--logits", "all", "--logits-type", "f32", "--tp", 1)
 
 
-@pytest.mark.parametrize("weights, kv_type", [("bf16", "bf16"), ("q8_0", "f16")])
-def test_neither_batch_nor_chunks_nor_threads_change_a_bit(weights, kv_type, folder):
+@pytest.mark.parametrize("weights, kv_type, kv_type_v", [("bf16", "bf16", "bf16"), ("q8_0", "f16", "f32")])
+def test_neither_batch_nor_chunks_nor_threads_change_a_bit(weights, kv_type, kv_type_v, folder):
     """A prompt that crosses a cache block, with six others and alone; threads beyond the cores would be cut."""
-    options = (*GREEDY, "--weights", weights, "--kv-type", kv_type)
+    options = (*GREEDY, "--weights", weights, "--kv-type", kv_type, "--kv-type-v", kv_type_v)
     threads = min(2, CORES)
     batch, _ = start(folder, f"{weights} batch", 1, MEASURED, *options, "--threads-per-rank", 1)
     chunks, _ = start(folder, f"{weights} chunks", 1, MEASURED, *options, "--threads-per-rank", threads,
@@ -225,7 +225,8 @@ def test_neither_batch_nor_chunks_nor_threads_change_a_bit(weights, kv_type, fol
     for outputs, count in ((batch, 1), (chunks, threads)):
         with h5py.File(outputs.hdf5) as file:
             assert json.loads(file.attrs["model"])["weight_formats"] == [weights]
-            assert json.loads(file.attrs["model"])["kv_type"] == kv_type
+            model = json.loads(file.attrs["model"])
+            assert (model["kv_type"], model["kv_type_v"]) == (kv_type, kv_type_v)
             assert file["ranks"]["threads"].tolist() == [count]
             taken.append(file["steps"]["rows_prefill"][:])
     assert taken[0].max() > 100 and taken[1].max() == 3, "the runs were cut in different ways"

@@ -247,7 +247,7 @@ def test_a_block_on_the_wrong_side_of_a_shard_is_told():
 
 
 def test_types_that_do_not_fit_are_refused():
-    with pytest.raises(UsageError, match="blocks of 32, this model's are 48"):
+    with pytest.raises(UsageError, match="kv-type-v q8_0 needs head sizes in blocks of 32, this model's are 48"):
         kernels.cache_shape("bf16", 1, 1, 64, "q8_0", 48)
     with pytest.raises(UsageError, match="blocks of 32, this model's are 72"):
         kernels.cache_shape("q8_0", 1, 1, 72, "", 0)
