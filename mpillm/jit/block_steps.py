@@ -18,7 +18,8 @@ from mpillm.jit.isa.interleave import COLUMNS, interleave_codes, interleave_numb
 from mpillm.jit.isa.lanes import softmax_step
 from mpillm.jit.isa.quantised import MOST_ROWS, blocks_by_panels
 
-TILE = BLOCK * COLUMNS     # elements of ``tile`` and ``tile_codes``, a thread's room for interleaved values
+TILES = 2                          # groups of columns that are interleaved before they are multiplied: half of an L1
+TILE = TILES * BLOCK * COLUMNS     # elements of ``tile`` and ``tile_codes``, a thread's room for interleaved values
 
 
 @policy.helper
@@ -85,9 +86,12 @@ def _add_columns(scores, weighted, tile, tile_codes, query, count, k_cache, k_wo
                  v_size, width, first, stop, acc):
     """The same of the first columns of keys that are numbers."""
     low, high = first // 16, (stop + 15) // 16
-    for column in range(0, v_size, COLUMNS):
-        interleave_numbers(k_cache, stored * BLOCK * size, size, column, low, high, tile)
-        multiply(scores, weighted, 0, BLOCK, count, tile, weighted, 0, BLOCK * 16, 2, first, stop, acc,
+    for column in range(0, width, TILES * COLUMNS):
+        tiles = min(TILES, (width - column) // COLUMNS)
+        for i in range(tiles):
+            interleave_numbers(k_cache, stored * BLOCK * size, size, column + i * COLUMNS, low, high,
+                               tile[i * BLOCK * COLUMNS:])
+        multiply(scores, weighted, 0, BLOCK, count, tile, weighted, 0, BLOCK * 16, 2 * tiles, first, stop, acc,
                  query * width + column, width)
 
 
