@@ -58,17 +58,17 @@ class Member:
 
 
 class Gather:
-    """One rank's side of the exchange of a latent's columns."""
+    """One rank's side of the exchange of a latent's columns; it is the one exchange that it has."""
 
     def __init__(self, member: Member, shares: tuple[Share, ...], n: int) -> None:
-        self._member, self._shares, self._n = member, shares, n
+        self._member, self._own, self._n = member, shares[member._rank], n
+        self.gather, self.got = self, [n if self._own.kv_heads else 0]
 
-    def run(self, k: np.ndarray, v: None) -> tuple[np.ndarray, None]:
-        whole = np.zeros((len(k), self._n), np.float32)         # one term of each sum is not zero
-        own = self._shares[self._member._rank]
-        whole[:, own.kv_columns.start:own.kv_columns.stop] = k
+    def run(self, arrays: list[np.ndarray], out: list[np.ndarray]) -> None:
+        whole = np.zeros((len(arrays[0]), self._n), np.float32)         # one term of each sum is not zero
+        whole[:, self._own.kv_columns.start:self._own.kv_columns.stop] = arrays[0]
         self._member.all_reduce(whole)
-        return whole if own.kv_heads else whole[:, :0], None
+        out[0][:] = whole[:, :self.got[0]]
 
     def exchange_arguments(self) -> None:
         return None
