@@ -147,7 +147,7 @@ def test_the_header_says_what_the_results_depend_on(one, two):
         assert config["prompts"].endswith(".jsonl") and config["max_batch"] == 32 and config["kv_type"] == "bf16"
         assert layout == {"tp": 2, "dp": dp, "idle": idle, "kv_mode": "redundant", "rows": 2, "width": 1,
                           "collectives": "shm", "wire": "f32", "instructions": kernels.tier(), "chosen_by": "--tp 2",
-                          "measured": None, "expected": []}
+                          "measured": None, "expected": [], "moe_split": "columns"}
         assert model["weight_formats"] == ["f32"] and model["kv_type"] == "bf16"
         assert (model["architecture"], model["hidden"], model["n_heads"], model["vocab"]) == ("llama", 96, 6, 307)
         assert model["name"] == "saved_tiny" and model["path"] == str(MODEL)

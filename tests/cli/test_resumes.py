@@ -134,9 +134,10 @@ def test_a_rank_that_cannot_write_is_named_in_seconds(runs, tmp_path):
 
 def test_what_is_finished_is_on_the_disk_in_time(tmp_path):
     """Short lines are finished while a long one still runs: killed then, they are there."""
-    lines = write_lines(tmp_path / "in.jsonl", [LINES[i] | {"max_tokens": 500 if i < 4 else 2} for i in range(12)])
+    lines = write_lines(tmp_path / "in.jsonl", [
+        LINES[i] | ({"max_tokens": 500, "n": 16} if i < 4 else {"max_tokens": 2}) for i in range(12)])
     job = started(tmp_path, lines, 2, "--tp", "2", "--flush-every", "0.1", "--progress-every", "0.05", "--max-batch",
-                  "12")
+                  "80")
     until = time.monotonic() + 60
     while "8 of 12 requests" not in job.log.read_text() and time.monotonic() < until:
         time.sleep(0.005)
