@@ -49,15 +49,36 @@ FORMS = {"gqa": [128, 128, 32, 4, False], "latent": [576, 512, 16, 1, True]}
 
 @pytest.mark.parametrize("form", FORMS)
 def test_peak_memory_at_32k_and_128k_positions_stays_within_the_scratch(form):
-    _, value_dim, heads, _, _ = FORMS[form]
     free, bound = 64 << 20, 2 << 20
     runs = [(32768, free), (131072, free), (32768, bound), (131072, bound), (131072, 4096)]
+    # What the system counts moves while it takes memory away for others: one of three tries has to hold
+    found = []
+    for _ in range(3):
+        found.append(measured(form, runs))
+        if not wrong(form, runs, found[-1]):
+            return
+    raise AssertionError([wrong(form, runs, one) for one in found])
+
+
+def measured(form, runs):
+    """(bytes of room, growth of the peak) of each run of (positions, scratch), in one process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(FORMS[form]), json.dumps(runs)],
                           capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    # Without a bound that matters the sums of all stretches are kept: what is measured does see them
-    for (positions, _), (room, peak) in zip(runs[:2], found[:2], strict=True):
-        assert room == positions // STRETCH * heads * (value_dim + 2) * 4
-        assert room / 2 < peak < room + SLACK, (positions, room, peak)
-    for (positions, scratch), (room, peak) in zip(runs[2:], found[2:], strict=True):
-        assert room <= scratch and peak < scratch + SLACK, (positions, scratch, room, peak)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wrong(form, runs, found):
+    """The runs that took what they should not."""
+    _, value_dim, heads, _, _ = FORMS[form]
+    faults = []
+    for (positions, scratch), (room, peak) in zip(runs, found, strict=True):
+        if scratch >= 64 << 20:
+            # Without a bound that matters the sums of all stretches are kept: what is measured does see them
+            assert room == positions // STRETCH * heads * (value_dim + 2) * 4
+            held = room / 2 < peak < room + SLACK
+        else:
+            assert room <= scratch, (positions, scratch, room)
+            held = peak < scratch + SLACK
+        if not held:
+            faults.append((positions, scratch, room, peak))
+    return faults
