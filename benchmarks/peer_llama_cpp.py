@@ -28,8 +28,11 @@ from workload import Cut, Line, read
 class Context:
     """A context for ``sequences`` of ``length`` positions each, and the batch that feeds it."""
 
-    def __init__(self, model: ctypes.c_void_p, sequences: int, length: int, rows: int, threads: int) -> None:
+    def __init__(self, model: ctypes.c_void_p, sequences: int, length: int, rows: int, threads: int,
+                 unified: bool = False) -> None:
+        """``unified``: one cache for all sequences, which is quicker where steps mix prompts and single tokens."""
         p = ll.llama_context_default_params()
+        p.kv_unified = unified
         p.n_ctx, p.n_seq_max = sequences * (-(-length // 256) * 256), sequences
         p.n_batch, p.n_ubatch = max(rows, sequences), 512
         p.n_threads = p.n_threads_batch = threads
@@ -113,7 +116,7 @@ def together(model: ctypes.c_void_p, lines: list[Line], threads: int, seconds: f
              chunk: int = 512) -> Cut:
     """The lines in up to ``most`` sequences, each of which takes the next line when its own has ended."""
     length, shared = max(len(line.prompt) + line.max_tokens for line in lines), max(line.shared for line in lines)
-    context = Context(model, most + 1, length, chunk + most, threads)      # the last one keeps the common beginning
+    context = Context(model, most + 1, length, chunk + most, threads, True)      # the last one keeps the common beginning
     context.decode([(0, 0, True)])
     context.clear()
     waiting, free, running, cut = deque(lines), list(range(most)), [], Cut(seconds)
