@@ -116,7 +116,8 @@ def together(model: ctypes.c_void_p, lines: list[Line], threads: int, seconds: f
              chunk: int = 512) -> Cut:
     """The lines in up to ``most`` sequences, each of which takes the next line when its own has ended."""
     length, shared = max(len(line.prompt) + line.max_tokens for line in lines), max(line.shared for line in lines)
-    context = Context(model, most + 1, length, chunk + most, threads, True)      # the last one keeps the common beginning
+    # The last sequence keeps the common beginning
+    context = Context(model, most + 1, length, chunk + most, threads, True)
     context.decode([(0, 0, True)])
     context.clear()
     waiting, free, running, cut = deque(lines), list(range(most)), [], Cut(seconds)
