@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType, quants
 
+from mpillm import kernels
+
 
 def round_to(name, values):
     """f32 values as the format holds them, as f32."""
@@ -102,6 +104,8 @@ def linear(name, x, w, bias=None):
     if name.startswith("q"):
         scales, codes = quantise(x)
         x = (scales.astype(np.float64)[..., None] * codes.reshape(*scales.shape, 32)).reshape(x.shape)
+    elif name == "bf16" and kernels.tier() in ("avx512", "amx"):
+        x = round_to(name, x)       # these multiply bf16 by bf16
     y = x.astype(np.float64) @ round_to(name, w).astype(np.float64).T
     return y if bias is None else y + bias
 
