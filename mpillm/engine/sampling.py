@@ -133,12 +133,21 @@ class Sampler:
         message[:, FIXED] = n_local
         if not n_local:
             return message
-        message[:, RAW_MAX], message[:, RAW_SUM] = kernels.log_sum_exp_parts(logits)
+        processed = self._processed(logits, rows)
+        if count == 1 and not n_top and processed is logits:
+            # Most steps: every row takes its best token
+            message[:, RAW_MAX], message[:, RAW_SUM], ids = kernels.best_parts(logits)
+            message[:, FIXED + 1], message[:, FIXED + 2] = message[:, RAW_MAX], ids + self.first_id
+            message[:, FIXED + 3] = message[:, RAW_MAX]
+            if all(row.greedy and row.choose for row in rows):
+                return message
+            count = 0
+        else:
+            message[:, RAW_MAX], message[:, RAW_SUM] = kernels.log_sum_exp_parts(logits)
         if n_top:
             values, ids = kernels.top_k(logits, n_top)
             tops = message[:, FIXED + 1:FIXED + 1 + 2 * n_top].reshape(len(rows), n_top, 2)
             tops[:, :values.shape[1], 0], tops[:, :values.shape[1], 1] = values, ids + self.first_id
-        processed = self._processed(logits, rows)
         if count:
             values, ids = kernels.top_k(processed, count)
             found = message[:, FIXED + 1 + 2 * n_top:].reshape(len(rows), count, 3)

@@ -103,6 +103,36 @@ def log_sum_exp_parts(x_SV, maxima, sums, threads):
 
 
 @policy.helper
+def _place_of(x, start, n, most):
+    """The first index of n logits that is not below ``most``; 0 if there is none."""
+    below = np.nextafter(most, MINUS_INF)
+    i = 0
+    while i + 64 <= n and not any_above(x, start + i, below):
+        i += 64
+    while i < n:
+        if x[start + i] > below:
+            return i
+        i += 1
+    return 0
+
+
+@policy.helper
+def _best_part(part, parts, x, rows, n, maxima, sums, places):
+    _log_sum_exp_part(part, parts, x, rows, n, maxima, sums)
+    for s in range(part * rows // parts, (part + 1) * rows // parts):
+        places[s] = 0 if maxima[s] == MINUS_INF else _place_of(x, s * n, n, maxima[s])
+
+
+_run_best = in_parts(_best_part)
+
+
+def best_parts(x_SV, maxima, sums, places, threads):
+    """The same, and the first index of each row's maximum."""
+    rows, n = x_SV.shape
+    _run_best((flat(x_SV), rows, n, maxima, sums, places), threads)
+
+
+@policy.helper
 def _mix(x):
     """The finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -158,6 +188,7 @@ INT, UNSIGNED, REAL8 = types.intp, types.uint64, types.float64
 SIGNATURES = {
     top_k: (ROWS, F32_2, types.int64[:, ::1], INT),
     log_sum_exp_parts: (ROWS, F32_1, types.float64[::1], INT),
+    best_parts: (ROWS, F32_1, types.float64[::1], types.int64[::1], INT),
     gumbel_noise: (UNSIGNED, INT, reads(types.int64), types.float64[::1]),
     gumbel_best: (VECTOR, REAL8, types.float32, UNSIGNED, INT, INT),
 }

@@ -200,3 +200,17 @@ def test_processors_on_slices_equal_those_on_the_row():
     value = logits[2] / np.float32(1.3) if logits[2] > 0 else logits[2] * np.float32(1.3)
     assert whole[2] == pytest.approx(value - 2 * 0.25 - 0.5, rel=1e-6)
     assert whole[3] == -np.inf and whole[300] == -np.inf and whole[4] == -np.inf
+
+
+@given(st.lists(st.lists(st.sampled_from([-np.inf, -3.0, -1e-45, -0.0, 0.0, 1e-45, 2.5, np.nan, np.inf]),
+                         min_size=150, max_size=150), min_size=1, max_size=3), st.integers(1, 150))
+def test_one_pass_finds_what_the_sums_and_the_best_of_one_find(rows, n):
+    logits = np.ascontiguousarray(np.array(rows, np.float32)[:, :n])
+    maxima, sums, places = kernels.best_parts(logits)
+    expected_maxima, expected_sums = kernels.log_sum_exp_parts(logits)
+    np.testing.assert_array_equal(maxima, expected_maxima)
+    np.testing.assert_array_equal(sums, expected_sums)
+    values, ids = kernels.top_k(logits, 1)
+    finite = np.isfinite(sums)          # the others fail their row
+    np.testing.assert_array_equal(places[finite], ids[finite, 0])
+    np.testing.assert_array_equal(maxima[finite], values[finite, 0])
