@@ -48,7 +48,7 @@ from mpillm.jit.moe import kind_of as prepared_kind
 from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
 from mpillm.latent_prompt import STRETCH, PromptMatrices, prompt_nbytes, prompt_together_nbytes, record_prompts
 from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, TILES, WANTED, HeadNorms, Plan, attention_room
-from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
+from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes, word_bits
 from mpillm.quant.packed import PackedMatrix, Packer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -228,7 +228,8 @@ def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) ->
                  functools.partial(_warm_up_linear, name, fast)]
         made += [_gemm.quantise_operation, _pack_blocks.pack_blocks_kernel, _pack_blocks.lookup_blocks_kernel,
                  _pack_blocks.encode_kernel] if name in QUANTISED else [
-            functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name)]
+            functools.partial(_pack.pack_kernel, name), functools.partial(_pack.lookup_kernel, name),
+            functools.partial(_pack.pack_words_kernel, word_bits(name))]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
     return [*made, lambda: _attention.merge_operation(*kv_types), _attention.shards_operation, _attention.tiles_kernel,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,11 +61,11 @@ def listing(folder: str) -> list[str]:
 
 
 class Source:
-    """A regular file that is read in pieces; ``bytes_read`` counts what was asked of it."""
+    """A regular file that is read in pieces, by several threads; ``bytes_read`` counts what was asked of it."""
 
     def __init__(self, path: str) -> None:
         """Raise ModelError for a missing, unreadable or special file, and for a git-lfs pointer."""
-        self.path, self.bytes_read, self._fd = path, 0, -1
+        self.path, self.bytes_read, self._fd, self._lock = path, 0, -1, threading.Lock()
         try:
             # Ask before opening: opening a FIFO would wait for a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -100,7 +101,7 @@ class Source:
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` (bytes) from ``offset``; a short read is a ModelError."""
         done, count = 0, len(view)
-        self.bytes_read += count
+        self._count(count)
         while done < count:
             try:
                 got = os.preadv(self._fd, [view[done:] if done else view], offset + done)
@@ -120,11 +121,15 @@ class Source:
                 piece = view[at:at + size]
                 if preadv(fd, (piece,), offset) != size:
                     self.read_into(offset, piece)      # goes on after a short read, or names it
-                    self.bytes_read -= size
+                    self._count(-size)
                 at += size
         except OSError as error:
             raise open_error(self.path, error) from error
-        self.bytes_read += size * len(offsets)
+        self._count(size * len(offsets))
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -229,20 +234,26 @@ class Checkpoint:
             raise stored.source.error(f"tensor {name} has shape {shape}: one to three axes are supported")
         return self._read_matrix(stored, indices(name, rows, math.prod(shape[:-1])), _span(name, cols, shape[-1]))
 
-    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
-        """Blocks of a quantised matrix as stored, uint8 [rows, bytes]: those that cover ``cols``.
+    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None,
+                 room: np.ndarray | None = None) -> np.ndarray:
+        """Rows of a matrix as stored, uint8 [rows, bytes]: of a quantised one the blocks that cover ``cols``.
+
+        In ``room`` (uint8, 1-D) if it is large enough: memory that comes anew from the system comes slowly.
 
         ``cols`` must begin and end on multiples of 32, or of the block if that is less. Raise ModelError as
         ``read`` does.
         """
         stored = self._find(name)
         info = stored.info
-        assert info.block > 1 and len(info.shape) in (2, 3), f"tensor {name} is no matrix of blocks: {info}"
+        assert len(info.shape) in (2, 3), f"tensor {name} is no matrix: {info}"
         span, border = _span(name, cols, info.shape[-1]), min(info.block, 32)
         assert span.start % border == 0 and span.stop % border == 0, f"tensor {name}: {span} cuts a block of {border}"
         index = indices(name, rows, math.prod(info.shape[:-1]))
         blocks = range(span.start // info.block, -(-span.stop // info.block) if span else span.start // info.block)
-        raw = np.empty((len(index), stored.block_bytes * len(blocks)), np.uint8)
+        row_bytes = stored.block_bytes * len(blocks)
+        size = len(index) * row_bytes
+        raw = np.empty(size, np.uint8) if room is None or len(room) < size else room[:size]
+        raw = raw.reshape(len(index), row_bytes)
         order, ordered = _in_file_order(index)
         _read_rows(stored, raw, ordered, blocks)
         if order is not None:

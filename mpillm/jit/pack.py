@@ -10,7 +10,7 @@ from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.gemm import ELEMENTS, F32_2, ROWS, VECTOR, reads
-from mpillm.jit.isa.generic import flat, load_number, pack_sixteen, store_number
+from mpillm.jit.isa.generic import flat, load_number, pack_sixteen, spread_sixteen, store_number
 from mpillm.jit.parallel import in_parts
 
 
@@ -52,6 +52,38 @@ def pack(x_RK, first, every, shift, w, panel_stride, pair, limit, counts, thread
     _run_pack((flat(x_RK), rows, k, first, every, shift, w, panel_stride, pair, limit, counts), threads)
 
 
+@policy.helper
+def _pack_words_part(part, parts, x, rows, words, first, every, shift, w, panel_stride, low, high, counts):
+    """Move rows of words into their lanes, as they are; counts [parts]: values not finite.
+
+    ``low`` and ``high``: the bits that such values have set, of a word's one value, or of its two.
+    """
+    first_panel, stop_panel = first // 16, (first + rows + 15) // 16
+    panels, bad = stop_panel - first_panel, 0
+    for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
+        top, bottom, to = max(first, 16 * p), min(first + rows, 16 * p + 16), (p * every + shift) * panel_stride
+        for start in range(0, words, 16):        # 16 cache lines of the panel at a time
+            for n in range(top, bottom):
+                source, target = (n - first) * words + start, to + 16 * start + n - 16 * p
+                if start + 16 <= words:
+                    bad += spread_sixteen(x, source, w, target, low, high)
+                    continue
+                for i in range(words - start):
+                    word = x[source + i]
+                    w[target + 16 * i] = word
+                    bad += ((word & low) == low) + (high != 0 and (word & high) == high)
+    counts[part] = bad
+
+
+_run_pack_words = in_parts(_pack_words_part)
+
+
+def pack_words(x_RK, first, every, shift, w, panel_stride, low, high, counts, threads):
+    """Pack rows ``first`` and following that hold what the panels hold; panel_stride in words."""
+    rows, words = x_RK.shape
+    _run_pack_words((flat(x_RK), rows, words, first, every, shift, w, panel_stride, low, high, counts), threads)
+
+
 def lookup(w, scales, panel_stride, pair, n, ids, y_MK):
     """Rows ``ids`` of a packed f32, f16 or bf16 matrix as f32; the number of ids out of range."""
     k, y = y_MK.shape[1], flat(y_MK)
@@ -73,6 +105,14 @@ INT, COUNTS = types.intp, types.int64[::1]
 def pack_kernel(name: str) -> Any:
     signature = (ROWS, INT, INT, INT, ELEMENTS[name][::1], INT, INT, types.float32, COUNTS, INT)
     return policy.kernel(pack, f"pack_{name}", signature)
+
+
+@lru_cache(None)
+def pack_words_kernel(bits: int) -> Any:
+    """``pack_words`` of words of 16 or 32 bits."""
+    word: Any = {16: types.uint16, 32: types.uint32}[bits]
+    return policy.kernel(pack_words, f"pack_words_{bits}", (
+        reads(word, 2), INT, INT, INT, word[::1], INT, word, word, COUNTS, INT))
 
 
 @lru_cache(None)

@@ -137,6 +137,6 @@ def load_parts(load: Loader, layer: int) -> list[kernels.PackedMatrix]:
         for part, (n, k) in shapes.items():
             _, rows, columns = found[part].shape
             filled = np.pad(found[part], ((0, 0), (0, n - rows), (0, k - columns)))
-            packers[part].put((first - heads.start) * n, filled.reshape(-1, k))
-            load.check(packers[part], name)
+            lost = packers[part].put((first - heads.start) * n, filled.reshape(-1, k))
+            load.check(packers[part], name, lost)
     return [load.finish(packers[part]) for part in shapes]

@@ -1,15 +1,17 @@
 """Building layers from a checkpoint: one tensor at a time, of each only the slice that is owned here.
 
-While a chunk of rows is packed the next one is read. Peak memory is the packed slices plus two chunks
-(``CHUNK_BYTES`` each) of the tensor that is read.
+Chunks of rows are read and packed by several threads, each chunk by one, which finds it in its cache. Peak memory is
+the packed slices plus ``LOADING_BYTES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 
@@ -24,9 +26,9 @@ from mpillm.models.weights import Weights
 from mpillm.partition import Share, Span
 from mpillm.quant import recipe
 
-T = TypeVar("T")
-CHUNK_BYTES = 4 << 20
-LOADING_BYTES = 2 * CHUNK_BYTES     # beside the packed weights
+CHUNK_BYTES = 2 << 20               # of a chunk's rows as stored, or of their values in float32
+WORKERS = 4                         # that read and pack at the same time, at most
+LOADING_BYTES = 2 * WORKERS * CHUNK_BYTES     # beside the packed weights: of each chunk what was read, and its values
 QUANT_BLOCK, PANEL = 32, 16
 
 # Stored types that have kernels of their own
@@ -85,6 +87,11 @@ class Piece:
     aside: int = 0
 
 
+#: a tensor's name, whether its first panel is that in which the job before ended, and what is to be done
+Lost = tuple[int, int]
+Job = tuple[str, bool, Callable[[], Lost]]
+
+
 class Loader:
     """Reads a share of a model's weights into packed layers."""
 
@@ -93,6 +100,8 @@ class Loader:
         self.config, self.weights, self.share = config, weights, share
         self.asked, self.reducer = asked, reducer
         self.nbytes = 0
+        self._own = threading.local()       # a worker's room
+        self._pool = ThreadPoolExecutor(min(WORKERS, kernels.threads() + 1))    # one waits for the disk meanwhile
 
     # Spans of outputs, in rows of the checkpoint's matrices.
 
@@ -189,14 +198,8 @@ class Loader:
     def fill(self, packer: kernels.Packer, pieces: Sequence[Piece], columns: range,
               height: int = 0) -> kernels.PackedMatrix:
         """Stream the pieces into a matrix; each is followed by zeros up to ``height`` rows, if it has fewer."""
-        for piece, at, raw, values in _ahead(self._chunks(packer, pieces, columns)):
-            signals.check("while weights were read")
-            board().say(f"reading {piece.name}")
-            if raw:
-                packer.put_raw(at, values, piece.tensor)
-            else:
-                packer.put(at, values, piece.tensor)
-            self._refuse_lost_values(packer, piece.name, packer.format)
+        for name, lost in self._by_workers(self._jobs(packer, pieces, columns)):
+            self.check(packer, name, lost)
         for piece in pieces:
             if piece.rows.size < height:
                 missing = np.zeros((height - piece.rows.size, packer.k), np.float32)
@@ -209,35 +212,57 @@ class Loader:
         self.nbytes += matrix.nbytes
         return matrix
 
-    def check(self, packer: kernels.Packer, name: str) -> None:
-        """Go on with a tensor that others read and pack. Raises ModelError for values that it cannot hold, Stopped."""
+    def check(self, packer: kernels.Packer, name: str, lost: Lost) -> None:
+        """Go on with a tensor of which rows were packed. Raises ModelError if values were ``lost``, Stopped."""
         signals.check("while weights were read")
         board().say(f"reading {name}")
-        self._refuse_lost_values(packer, name, packer.format)
+        nonfinite, overflow = lost
+        if nonfinite:
+            raise ModelError(f"tensor {name} has {nonfinite} values that are NaN or infinite: the file is damaged")
+        if overflow:
+            raise ModelError(f"tensor {name} has {overflow} values beyond the range of {packer.format}: "
+                             "use --weights bf16 or f32")
 
-    def _chunks(self, packer: kernels.Packer, pieces: Sequence[Piece],
-                columns: range) -> Iterator[tuple[Piece, int, bool, np.ndarray]]:
-        """Where rows come to stand, whether they are stored blocks, and these or their values, a chunk at a time."""
-        step = max(PANEL, CHUNK_BYTES // (4 * max(1, len(columns))) // PANEL * PANEL)
+    def _jobs(self, packer: kernels.Packer, pieces: Sequence[Piece], columns: range) -> Iterator[Job]:
+        """What reads and packs the pieces, a chunk of rows at a time, which end where panels end."""
         for piece in pieces:
             stored_as = KEPT.get(self.weights.info(piece.name).dtype)
             inputs = range(columns.start + piece.aside, columns.stop + piece.aside)
-            raw = packer.format in kernels.QUANTISED and stored_as == packer.format and len(inputs) == packer.k \
-                and inputs.start % QUANT_BLOCK == 0 and self.weights.in_rows(piece.name)
-            for first in range(piece.rows.start, piece.rows.stop, step):
-                rows = range(first, min(first + step, piece.rows.stop))
-                values = self.weights.read_raw(piece.name, rows, inputs) if raw else \
-                    _widened(self.weights.read(piece.name, rows, inputs), packer.k)
-                yield piece, piece.at + first - piece.rows.start, raw, values
+            raw = stored_as == packer.format and len(inputs) == packer.k and packer.takes_raw() \
+                and (packer.format not in kernels.QUANTISED or inputs.start % QUANT_BLOCK == 0) \
+                and self.weights.in_rows(piece.name)
+            row_bytes = packer.raw_bytes if raw else 4 * len(columns)
+            step = max(PANEL, CHUNK_BYTES // max(1, row_bytes) // PANEL * PANEL)
+            first, moved = piece.rows.start, piece.at - piece.rows.start
+            while first < piece.rows.stop:
+                stop = min(piece.rows.stop, (first + moved) // PANEL * PANEL + step - moved)
+                yield piece.name, (first + moved) % PANEL > 0, partial(
+                    self._read_and_pack, packer, piece, range(first, stop), inputs, raw)
+                first = stop
 
-    @staticmethod
-    def _refuse_lost_values(packer: kernels.Packer, name: str, packed_as: str) -> None:
-        if packer.nonfinite:
-            raise ModelError(f"tensor {name} has {packer.nonfinite} values that are NaN or infinite: "
-                             "the file is damaged")
-        if packer.overflow:
-            raise ModelError(f"tensor {name} has {packer.overflow} values beyond the range of {packed_as}: "
-                             "use --weights bf16 or f32")
+    def _read_and_pack(self, packer: kernels.Packer, piece: Piece, rows: range, inputs: range, raw: bool) -> Lost:
+        """Rows of a piece into their panels, as they are stored (``raw``) or their values; what of them is lost."""
+        at = piece.at + rows.start - piece.rows.start
+        if raw:
+            if not hasattr(self._own, "room"):
+                self._own.room = np.empty(CHUNK_BYTES, np.uint8)
+            stored = self.weights.read_raw(piece.name, rows, inputs, self._own.room)
+            return packer.put_raw(at, stored, piece.tensor, threads=1)
+        values = _widened(self.weights.read(piece.name, rows, inputs), packer.k)
+        return packer.put(at, values, piece.tensor, threads=1)
+
+    def _by_workers(self, jobs: Iterator[Job]) -> Iterator[tuple[str, Lost]]:
+        """Run jobs, some at a time; in order the name of each that is done, and what it lost."""
+        pending: deque[tuple[str, Future]] = deque()
+        try:
+            for name, shares, run in jobs:
+                while pending and (shares or len(pending) > WORKERS):
+                    yield _done(pending.popleft())
+                pending.append((name, self._pool.submit(run)))
+            while pending:
+                yield _done(pending.popleft())
+        finally:
+            wait([future for _, future in pending])     # they write into what is about to be dropped
 
     @staticmethod
     def _finite(name: str, values: np.ndarray) -> np.ndarray:
@@ -247,13 +272,8 @@ class Loader:
         return values
 
 
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; while one is used, the next is made in another thread."""
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item
+def _done(job: tuple[str, Future]) -> tuple[str, Lost]:
+    return job[0], job[1].result()
 
 
 def _widened(values: np.ndarray, k: int) -> np.ndarray:

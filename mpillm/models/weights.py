@@ -144,10 +144,14 @@ class Weights:
             return self._halves[name].read_rows(self.checkpoint, self.config, name, rows, cols)
         return self.checkpoint.read(self._find(name), self._rows(name, rows), cols)
 
-    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None) -> np.ndarray:
-        """Stored blocks of a quantised matrix that cover ``cols``, uint8 [rows, bytes]."""
+    def read_raw(self, name: str, rows: Rows = None, cols: range | None = None,
+                 room: np.ndarray | None = None) -> np.ndarray:
+        """Rows of a matrix as stored, of a quantised one the blocks that cover ``cols``, uint8 [rows, bytes].
+
+        ``room``: see Checkpoint.read_raw.
+        """
         assert self.in_rows(name), f"tensor {name} is stored in halves"
-        return self.checkpoint.read_raw(self._find(name), self._rows(name, rows), cols)
+        return self.checkpoint.read_raw(self._find(name), self._rows(name, rows), cols, room)
 
     def kv_b(self, layer: int, heads: range) -> tuple[np.ndarray, np.ndarray]:
         """The parts of a layer's ``kv_b_proj`` for ``heads``, whatever the file's layout.

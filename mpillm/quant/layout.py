@@ -52,6 +52,8 @@ PAIR = {"f32": 1, "f16": 1, "bf16": 2}
 MULTIPLE = {"f32": 1, "f16": 1, "bf16": 32}
 #: the smallest size that rounds to infinity
 LIMIT = {"f32": np.float32(np.inf), "f16": np.float32(65520.0), "bf16": np.float32(3.3961775e38)}
+#: the bits that are all set in what is not finite
+EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}
 _HUGE = 2 << 20
 
 
@@ -73,6 +75,11 @@ def panel_stride(name: str, k: int) -> int:
     if name in QUANTISED:
         return k // QUANT_BLOCK * SHAPES[name].codes // np.dtype(WORDS[name]).itemsize
     return -(-k // MULTIPLE[name]) * MULTIPLE[name] * PANEL
+
+
+def word_bits(name: str) -> int:
+    """Bits of what stands in one lane of a panel's row, of formats that are not quantised."""
+    return 8 * PAIR[name] * np.dtype(WORDS[name]).itemsize
 
 
 def stored_per(name: str) -> int:

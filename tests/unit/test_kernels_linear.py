@@ -140,6 +140,34 @@ def test_what_a_format_cannot_hold_is_counted(name, values, overflow, nonfinite)
     assert (packer.overflow, packer.nonfinite) == (overflow, nonfinite)
 
 
+@pytest.mark.parametrize("name, kind", [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+@pytest.mark.parametrize("n, k, interleaved", [(83, 70, 1), (64, 32, 2), (5, 2, 1)])
+def test_rows_as_stored_become_what_their_values_become(name, kind, n, k, interleaved):
+    rows = random(n, k).astype(kind)
+    values, stored = (kernels.Packer(name, n, k, interleaved=interleaved) for _ in range(2))
+    each = n // interleaved
+    for tensor in range(interleaved):
+        own = rows[tensor * each:(tensor + 1) * each]
+        values.put(0, own.astype(np.float32), tensor)
+        for start, stop in ((0, each // 3), (each // 3, each)):
+            stored.put_raw(start, own[start:stop].view(np.uint8), tensor)
+    assert stored.takes_raw()
+    assert np.array_equal(stored.finish().data, values.finish().data)
+
+
+@pytest.mark.parametrize("name, kind", [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_stored_rows_are_searched_for_what_is_not_finite(name, kind):
+    rows = random(40, 64).astype(kind)
+    rows[3, 4], rows[17, 5], rows[39, 63] = np.nan, np.inf, -np.inf
+    packer = kernels.Packer(name, 40, 64)
+    packer.put_raw(0, rows.view(np.uint8))
+    assert (packer.nonfinite, packer.overflow) == (3, 0)
+
+
+def test_an_odd_row_of_bf16_is_not_taken_as_stored():
+    assert not kernels.Packer("bf16", 3, 5).takes_raw() and kernels.Packer("f16", 3, 5).takes_raw()
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_rounding_is_ggml_s(name):
     powers = np.random.default_rng(1).integers(-9, 3, (33, 256)).astype(np.float32)

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from mpillm.cli import options, plan
+from mpillm.jit.isa import select
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 PLANNING = README.parent / "docs" / "planning.md"
@@ -33,6 +34,9 @@ def test_the_example_of_the_plan_page_is_what_the_program_prints(monkeypatch, ca
     shown = re.search(r"    (mpillm plan [^`]*?) \\\n +--plot plan.png\n\n```\n(.*?)```",
                       PLANNING.read_text().split("## An example", 1)[1], re.DOTALL)
     command, printed = shown.groups()
+    monkeypatch.setenv("MPILLM_ISA", "avx2")
+    monkeypatch.setenv("MPILLM_ISA_EMULATE", "1")
+    monkeypatch.setattr(select._State, "decision", None)
     monkeypatch.chdir(README.parent)
     assert plan.plan(shlex.split(command.replace("\\\n", " "))[2:]) == 0
     assert capsys.readouterr().out == printed

@@ -74,7 +74,7 @@ def test_choices_and_weights_are_the_slow_twins(case):
     for row, found, weighed in zip(logits, chosen, weights, strict=True):
         wanted, by = slow(row, r)
         assert found.tolist() == wanted.tolist(), r
-        np.testing.assert_allclose(weighed, by, rtol=3e-6)
+        np.testing.assert_allclose(weighed, by, rtol=3e-6, atol=1e-38)     # subnormal ones have fewer digits
 
 
 def plain(**changes) -> dict:

@@ -39,6 +39,15 @@ class _Lanes:
         before = v.load(self.b, values.type, address, 1)
         v.store(self.b, self.b.select(self.wanted, values, before), address, 1)
 
+    def copy(self, offset: int, count: int, address: Any) -> None:
+        """``count`` words from byte ``offset`` of each wanted row to its lane, word i 64 * i bytes on."""
+        b = self.b
+        for lane, row in enumerate(self.rows):
+            with b.if_then(b.extract_element(self.wanted, I32(lane))):
+                for i in range(count):
+                    word = v.load(b, I32, v.at(b, row, I64(offset + 4 * i), I8), 1)
+                    v.store(b, word, v.at(b, address, I64(64 * i + 4 * lane), I8), 1)
+
     def put_half(self, offset: Any, address: Any) -> None:
         """Copy a float16, and mark lanes where it is not finite."""
         b, halves = self.b, self.gather(V16W, offset)
@@ -95,8 +104,7 @@ def _bytes(b: ir.IRBuilder, address: Any, offset: int) -> Any:
 def _plain(first: int, vectors: int, minimum: bool) -> Callable[..., None]:
     """q8_0, q4_0, q4_1: codes from byte ``first`` on are a panel's words already."""
     def emit(b: ir.IRBuilder, lanes: _Lanes, sub: Any, w: Any, own: Any, above: Any) -> None:
-        for i in range(vectors):
-            lanes.put(lanes.gather(V16I, I64(first + 4 * i)), _bytes(b, w, 64 * i))
+        lanes.copy(first, vectors, w)
         lanes.put_half(I64(0), own)
         if minimum:
             lanes.put_half(I64(2), _bytes(b, own, 2 * LANES))
