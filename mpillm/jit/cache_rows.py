@@ -14,7 +14,8 @@ from numba import types
 from mpillm.jit import policy
 from mpillm.jit.elementwise import norm_row, rotate_row
 from mpillm.jit.gemm import ELEMENTS, F32_1, VECTOR, reads
-from mpillm.jit.isa.generic import store_number
+from mpillm.jit.isa.generic import store_apart, store_number, store_pairs
+from mpillm.jit.isa.lanes import all_below
 from mpillm.jit.isa.quantised import quantise_row
 from mpillm.jit.tape import Operation
 
@@ -35,6 +36,12 @@ def _store_row(cache, to, together, step, stride, x, start, size, poison):
     for d in range(size):
         value = np.float32(np.nan) if poison else x[start + d]
         store_number(cache, to + d // together * step + d % together * stride, value)
+
+
+@policy.helper
+def _store_singles(cache, to, x, start, size):
+    """A key of f32 or f16, a multiple of 16 wide."""
+    store_apart(cache, to, 16, 256, x, start, size)
 
 
 @policy.helper
@@ -71,22 +78,27 @@ def writer(kind: str) -> Any:
     if kind == "q8_0":
         return _write_codes
     pair, limit = HELD[kind]
+    store_key = store_pairs if pair == 2 else _store_singles
 
     @policy.helper
     def write_numbers(cache, words, values, j, kv_heads, size, x, start, row_seq, position, table, table_width):
         block, within = np.int64(table[row_seq * table_width + position // BLOCK]), position % BLOCK
         if block < 0:
             return
-        lost = False
-        for d in range(size):
-            lost |= not abs(x[start + d]) < limit
-        at = (block * kv_heads + j) * BLOCK
+        lost = not all_below(x, start, size, limit)
+        at, slow = (block * kv_heads + j) * BLOCK, lost or size % 16 > 0
         if values:
             to = at * ((size + 15) // 16) * 16 + within // pair * pair * 16 + within % pair
-            _store_row(cache, to, 16, BLOCK * 16, pair, x, start, size, lost)
+            if slow:
+                _store_row(cache, to, 16, BLOCK * 16, pair, x, start, size, lost)
+            else:
+                store_apart(cache, to, pair, BLOCK * 16, x, start, size)
         else:
             to = (at + within // 16 * 16) * size + within % 16 * pair
-            _store_row(cache, to, pair, pair * 16, 1, x, start, size, lost)
+            if slow:
+                _store_row(cache, to, pair, pair * 16, 1, x, start, size, lost)
+            else:
+                store_key(cache, to, x, start, size)
 
     return write_numbers
 
@@ -108,13 +120,13 @@ def _rope_write_core(write_key: Any, write_value: Any) -> Any:
                 start = m * q_stride + head * size
                 if q_norm.size:
                     norm_row(q, start, q_norm, size, eps, q, start)
-                rotate_row(q, start, cos, sin, angle, size)
+                rotate_row(q, start, cos, sin, angle, size, q, start)
                 continue
             j = head - heads
             start = m * k_stride + j * size
             if k_norm.size:
                 norm_row(k, start, k_norm, size, eps, k, start)
-            rotate_row(k, start, cos, sin, angle, size)
+            rotate_row(k, start, cos, sin, angle, size, k, start)
             write_key(k_cache, k_words, False, j, kv_heads, size, k, start, row_seq[m], positions[m], table,
                       table_width)
             write_value(v_cache, v_words, True, j, kv_heads, v_size, v, m * v_stride + j * v_size, row_seq[m],
@@ -156,14 +168,12 @@ def finish_head(kv_type: str, kv_type_v: str) -> Any:
             if head < heads:
                 if q_norm.size:
                     norm_row(x, start, q_norm, size, eps, x, start)
-                rotate_row(x, start, cos, sin, m * (size // 2), size)
-                for d in range(size):
-                    q[m * q_stride + head * size + d] = x[start + d]
+                rotate_row(x, start, cos, sin, m * (size // 2), size, q, m * q_stride + head * size)
                 continue
             if keys and k_norm.size:
                 norm_row(x, start, k_norm, size, eps, x, start)
             if keys:
-                rotate_row(x, start, cos, sin, m * (size // 2), size)
+                rotate_row(x, start, cos, sin, m * (size // 2), size, x, start)
                 write_key(k_cache, k_words, False, head - heads, kv_heads, size, x, start, row_seq[m], positions[m],
                           table, table_width)
             else:

@@ -13,7 +13,7 @@ from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.gemm import F32_1, VECTOR, reads
-from mpillm.jit.isa.lanes import add_row, exponential_rows, scale_row, silu_mul_row, sum_squares
+from mpillm.jit.isa.lanes import add_row, exponential_rows, rotate_pairs, scale_row, silu_mul_row, sum_squares
 from mpillm.jit.tape import Operation
 
 
@@ -25,14 +25,9 @@ def norm_row(x, start, weight, n, eps, y, to):
 
 
 @policy.inlined
-def rotate_row(x, start, cos, sin, angle, size):
-    """Rotate the pairs (i, i + size / 2) of one head in place by the angles from ``angle`` on."""
-    half = size // 2
-    for i in range(half):
-        left, right = x[start + i], x[start + half + i]
-        c, s = cos[angle + i], sin[angle + i]
-        x[start + i] = left * c - right * s
-        x[start + half + i] = right * c + left * s
+def rotate_row(x, start, cos, sin, angle, size, y, to):
+    """Rotate the pairs (i, i + size / 2) of one head by the angles from ``angle`` on, into y, which may be x."""
+    rotate_pairs(x, start, cos, sin, angle, size // 2, y, to)
 
 
 @policy.helper

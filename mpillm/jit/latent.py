@@ -135,13 +135,13 @@ def _rows_part(part, parts, rows, rank, rope, x, x_stride, weight, eps, cos, sin
         if head == heads:
             start = m * x_stride
             norm_row(x, start, weight, rank, eps, x, start)
-            rotate_row(x, start + rank, cos, sin, angle, rope)
+            rotate_row(x, start + rank, cos, sin, angle, rope, x, start + rank)
             if normed.size:
                 for i in range(rank):
                     normed[m * normed_stride + i] = x[start + i]
             continue
         start = m * q_stride + head * (nope + rope) + nope
-        rotate_row(q, start, cos, sin, angle, rope)
+        rotate_row(q, start, cos, sin, angle, rope, q, start)
         if absorbed.size:
             to = (m * heads + head) * (rank + rope) + rank
             for i in range(rope):

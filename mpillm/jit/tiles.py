@@ -14,18 +14,20 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, quantised_part, reads
 from mpillm.jit.isa import amx_codes, select
-from mpillm.jit.isa.amx import SCRATCH, bf16_block, configure, release
+from mpillm.jit.isa.amx import OUTPUTS, SCRATCH, bf16_block, configure, release
 from mpillm.jit.isa.avx512 import MOST_ROWS, bf16_rows
-from mpillm.jit.isa.generic import store_number
+from mpillm.jit.isa.generic import copy_block, round_sixteen, store_number
+from mpillm.jit.isa.lanes import add_row
 from mpillm.jit.tape import Operation
 
 GROUP = 16             # panels whose outputs stay in the second cache while K goes by
-K_STRETCH = 512        # of K: two panels of it stay in the first cache, a chunk of rows in the second
+K_STRETCH = 640        # of K, at most: two panels of it stay in the first cache, a chunk of rows in the second
 ROW_CHUNK = 512        # rows that share one pass over the weights
 FEW_PANELS = 4         # panels that a thread of avx512 takes at a time
 
@@ -45,6 +47,10 @@ def tile_rows_part(part, parts, x, rows, k, tiles):
         for t in range(k_tiles):
             to = first * k_tiles * 32 + (t * size + m - first) * 32
             start, count = m * k + t * 32, min(32, k - t * 32)
+            if count == 32:
+                round_sixteen(x, start, tiles, to)
+                round_sixteen(x, start + 16, tiles, to + 16)
+                continue
             for i in range(count):
                 store_number(tiles, to + i, x[start + i])
             for i in range(count, 32):
@@ -56,7 +62,9 @@ def round_rows_part(part, parts, x, rows, k, pairs):
     """x f32 [rows][k] to bf16 [rows][k made even], a zero beyond an odd k."""
     stride = (k + 1) // 2 * 2
     for m in range(part * rows // parts, (part + 1) * rows // parts):
-        for i in range(k):
+        for i in range(0, k - 15, 16):
+            round_sixteen(x, m * k + i, pairs, m * stride + i)
+        for i in range(k // 16 * 16, k):
             store_number(pairs, m * stride + i, x[m * k + i])
         if k < stride:
             pairs[m * stride + k] = 0
@@ -159,6 +167,77 @@ def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
     return tiles_part
 
 
+@policy.helper
+def _blocks_of_rows(full, leads, x, first_row, rows, k, w, p, panels, panel_stride, k_start, k_stop, sums, at_block,
+                    blocks, room, at):
+    """Blocks of 32 rows, or (``full`` 0) the one block of fewer; ``leads`` when nothing read the weights before."""
+    step = 32 if full else rows
+    for q in range(0, panels, 2):
+        for row in range(0, rows, step):
+            place = (q // 2 * blocks + at_block + row // 32) * 1024
+            bf16_block(min(16, step), max(0, step - 16), min(2, panels - q), k_start == 0, leads and row == 0, x, x, x,
+                       first_row + row, k, w, w, p + q, panel_stride, 0, k_start, k_stop, sums, place, 32, room, at)
+
+
+@policy.helper
+def _write_out(sums, blocks, y, n, p, panels, first_row, rows, bias):
+    """Sums [pair of panels][block of 32 rows][32][32] to their places in y, with the bias."""
+    for row in range(0, rows, 32):
+        count = min(32, rows - row)
+        for q in range(0, panels, 2):
+            start, column = (q // 2 * blocks + row // 32) * 1024, 16 * (p + q)
+            to, columns = (first_row + row) * n + column, min(32, 16 * (panels - q), n - column)
+            if columns == 32:
+                copy_block(sums, start, y, to, n, count)
+            else:
+                for m in range(count):
+                    for i in range(columns):
+                        y[to + m * n + i] = sums[start + 32 * m + i]
+            if bias.size:
+                for m in range(count):
+                    add_row(y, to + m * n, bias, column, columns)
+
+
+@policy.helper
+def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room):
+    """The core of a linear layer of bf16 weights in tier amx; see tiles_core.
+
+    Sums stay block by block in the thread's scratch while K goes by: in y their rows would be a power of two apart
+    and share few sets of the cache.
+    """
+    all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
+    sums = room[at + OUTPUTS:at + SCRATCH].view(np.float32)
+    # One block of rows reads each panel once, from end to end; more share a stretch that stays in cache.
+    stretches = max(1, (k_whole + K_STRETCH - 1) // K_STRETCH) if rows > 32 else 1
+    configured = 0                   # rows for which the tiles stand
+    for first_row in range(0, rows, ROW_CHUNK):
+        chunk = min(ROW_CHUNK, rows - first_row)
+        rest, blocks = chunk % 32, (chunk + 31) // 32
+        p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
+        while p < stop:
+            panels = min(GROUP, stop - p)
+            if k == 0:
+                sums[:] = 0
+            for stretch in range(stretches):
+                k_start = stretch * (k_whole // 32) // stretches * 32
+                k_stop = (stretch + 1) * (k_whole // 32) // stretches * 32
+                for full in (1, 0):
+                    count = chunk - rest if full else rest
+                    if count == 0 or k == 0:
+                        continue
+                    size = 32 if full else rest
+                    if configured != size:
+                        configure(room, at, min(16, size), max(0, size - 16), 64, 16)
+                        configured = size
+                    before = 0 if full else chunk - rest
+                    _blocks_of_rows(full, full or chunk == rest, x, first_row + before, count, k, w, p, panels,
+                                    panel_stride, k_start, k_stop, sums, before // 32, blocks, room, at)
+            _write_out(sums, blocks, y, n, p, panels, first_row, chunk, bias)
+            p += panels
+    if configured:
+        release(room, at)
+
+
 @lru_cache(None)
 def tiles_core(name: str) -> Any:
     """The core of y = x @ w + bias in tier amx, for weights ``name``: bf16, or a format of amx_codes:
@@ -171,12 +250,6 @@ def tiles_core(name: str) -> Any:
     ``bias`` empty if there is none, ``tail`` room for f32 [rows][16], ``room`` uint8 [parts][SCRATCH], 64-byte aligned.
     """
     if name == "bf16":
-        inner = _tiles_part(bf16_block, 2, 64, 16)
-
-        @policy.helper
-        def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, room):
-            inner(part, parts, x, x, x, rows, k, w, w, panel_stride, 0, bias, y, n, tail, room)
-
         return bf16_amx_part
     inner = _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
 

@@ -12,7 +12,6 @@ from mpillm.jit import pack, pack_blocks, policy
 from mpillm.jit.isa.quantised import SHAPES
 from mpillm.quant import layout
 
-
 Lost = tuple[int, int]      # values that are not finite, and finite ones that the format cannot hold
 
 

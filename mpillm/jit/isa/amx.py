@@ -25,9 +25,10 @@ from mpillm.jit.isa.vector import F32, I8, I16, I32, I64, LANES, V16F, V16I
 VOID = ir.VoidType()
 TILE, CONFIG_BYTES = 1024, 64
 #: a thread's scratch, bytes from its start, 64-byte aligned: tiles and configuration that an emulation keeps,
-#: the configuration as it is loaded, integer sums (twice four tiles), float32 sums, unpacked codes
-LIVE, CONFIG, SUMS, TOTALS, CODES = 8192, 8256, 8320, 16512, 20608
-SCRATCH = CODES + 1024
+#: the configuration as it is loaded, integer sums (twice four tiles), float32 sums, unpacked codes, and sums of
+#: bf16 products, 4096 bytes for 32 rows of two panels
+LIVE, CONFIG, SUMS, TOTALS, CODES, OUTPUTS = 8192, 8256, 8320, 16512, 20608, 21632
+SCRATCH = OUTPUTS + (512 << 10)
 SUM, ROWS, PANELS = 0, 4, 6
 #: bytes of weights asked for in advance, in each panel
 AHEAD = 4096
@@ -246,16 +247,18 @@ def _emit_bf16(b: ir.IRBuilder, shape: tuple, emulate: bool, fresh: Any, x_0: An
             for tile, address in sums:
                 t.load(tile, address, y_stride)
     with cgutils.for_range(b, k_tiles) as loop:
-        for r, x in enumerate(xs):
-            t.load(ROWS + r, b.bitcast(v.at(b, x, b.mul(loop.index, steps[r]), I8), v.PTR), I64(64))
-        for p, panel in enumerate(ws):
-            address = v.at(b, panel, b.mul(loop.index, I64(TILE)), I8)
-            if ahead:
-                for line in range(0, TILE, 64):
-                    v.prefetch(b, address, AHEAD + line)
-            t.load(PANELS + p, b.bitcast(address, v.PTR), I64(64))
+        w_at = [v.at(b, panel, b.mul(loop.index, I64(TILE)), I8) for panel in ws]
+        places = {ROWS + r: v.at(b, x, b.mul(loop.index, steps[r]), I8) for r, x in enumerate(xs)}
+        places |= {PANELS + p: address for p, address in enumerate(w_at)}
+        for address in w_at if ahead else ():
+            for line in range(0, TILE, 64):
+                v.prefetch(b, address, AHEAD + line)
+        # A tile is loaded just before its first product, so that loads and products take turns.
         for r in range(row_tiles):
             for p in range(panels):
+                for tile in (PANELS + p, ROWS + r):
+                    if tile in places:
+                        t.load(tile, b.bitcast(places.pop(tile), v.PTR), I64(64))
                 t.multiply("tdpbf16ps", SUM + 2 * r + p, ROWS + r, PANELS + p)
     for tile, address in sums:
         t.store(tile, address, y_stride)

@@ -268,6 +268,83 @@ def spread_sixteen(typingctx, x, start, w, to, low, high):
     return types.intp(x, types.intp, w, types.intp, x.dtype, x.dtype), codegen
 
 
+def _rounded(b: ir.IRBuilder, name: str, values: Any) -> Any:
+    """16 floats as the elements of an f32, f16 or bf16 array."""
+    if name == "f32":
+        return values
+    return b.fptrunc(values, V16H) if name == "f16" else v.rounded_to_bf16(b, values)
+
+
+@intrinsic
+def store_apart(typingctx, array, to, stride, distance, x, start, n):
+    """Round n floats of x, a multiple of 16, into an f32, f16 or bf16 array, as store_number does.
+
+    16 of them stand ``stride`` elements apart, the next 16 ``distance`` elements on.
+    """
+    name = v.FORMAT_OF[array.dtype]
+
+    def codegen(context, b, signature, arguments):
+        array, to, stride, distance, x, start, n = arguments
+        array, x = v.data(context, b, signature.args[0], array), v.data(context, b, signature.args[4], x)
+        with cgutils.for_range_slice(b, I64(0), n, I64(LANES), I64) as (i, _):
+            values = _rounded(b, name, v.load(b, V16F, v.at(b, x, b.add(start, i), F32), 4))
+            target = b.add(to, b.mul(b.lshr(i, I64(4)), distance))
+            for lane in range(LANES):
+                at = v.at(b, array, b.add(target, b.mul(stride, I64(lane))), v.ELEMENT[name])
+                v.store(b, b.extract_element(values, I32(lane)), at, 2)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(array, i, i, i, x, i, i), codegen
+
+
+@intrinsic
+def store_pairs(typingctx, array, to, x, start, n):
+    """Round n floats of x, a multiple of 16, into a bf16 array: pairs, 32 elements apart."""
+    def codegen(context, b, signature, arguments):
+        array, to, x, start, n = arguments
+        array, x = v.data(context, b, signature.args[0], array), v.data(context, b, signature.args[2], x)
+        with cgutils.for_range_slice(b, I64(0), n, I64(LANES), I64) as (i, _):
+            values = v.rounded_to_bf16(b, v.load(b, V16F, v.at(b, x, b.add(start, i), F32), 4))
+            words = b.bitcast(values, ir.VectorType(I32, LANES // 2))
+            target = b.add(to, b.mul(i, I64(LANES)))
+            for pair in range(LANES // 2):
+                at = v.at(b, array, b.add(target, I64(2 * LANES * pair)), I16)
+                v.store(b, b.extract_element(words, I32(pair)), at, 2)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(array, i, x, i, i), codegen
+
+
+@intrinsic
+def round_sixteen(typingctx, x, start, words, to):
+    """words[to:to + 16] uint16 = x[start:start + 16] float32 in bf16, as store_number rounds."""
+    def codegen(context, b, signature, arguments):
+        x, words = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 2))
+        values = v.load(b, V16F, v.at(b, x, arguments[1], F32), 4)
+        v.store(b, v.rounded_to_bf16(b, values), v.at(b, words, arguments[3], I16), 2)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, words, types.intp), codegen
+
+
+@intrinsic
+def copy_block(typingctx, x, start, y, to, y_stride, rows):
+    """y[to + m * y_stride:][:32] = x[start + 32 * m:][:32] for m < rows, float32."""
+    def codegen(context, b, signature, arguments):
+        x, start, y, to, stride, rows = arguments
+        x, y = (v.data(context, b, signature.args[i], array) for i, array in ((0, x), (2, y)))
+        with cgutils.for_range(b, rows) as loop:
+            for half in (0, LANES):
+                source = v.at(b, x, b.add(start, b.add(b.mul(loop.index, I64(2 * LANES)), I64(half))), F32)
+                target = v.at(b, y, b.add(to, b.add(b.mul(loop.index, stride), I64(half))), F32)
+                v.store(b, v.load(b, V16F, source, 4), target, 4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, y, types.intp, types.intp, types.intp), codegen
+
+
 @intrinsic
 def half_to_float(typingctx, array, offset):
     """Element ``offset`` of a float16 array (int16 words) as float32."""

@@ -5,6 +5,7 @@ Portable like generic.py; sums go over 16 lanes in one order. Offsets are in ele
 
 from __future__ import annotations
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -163,6 +164,47 @@ def sum_exponentials(typingctx, x, offset, n, base):
         return v.tree(b, b.load(total, typ=V16D), b.fadd)
 
     return types.float64(x, types.intp, types.intp, types.float32), codegen
+
+
+@intrinsic
+def rotate_pairs(typingctx, x, start, cos, sin, angle, half, y, to):
+    """Rotate the pairs (i, i + half) of x[start:] by the angles from ``angle`` on, into y[to:], which may be x."""
+    def codegen(context, b, signature, arguments):
+        x, start, cos, sin, angle, half, y, to = arguments
+        x, cos, sin, y = (v.data(context, b, signature.args[i], array)
+                          for i, array in ((0, x), (2, cos), (3, sin), (6, y)))
+
+        def body(i, load, store):
+            left, right = (load(v.at(b, x, b.add(place, i), F32), 0.0) for place in (start, b.add(start, half)))
+            c, s = (load(v.at(b, table, b.add(angle, i), F32), 0.0) for table in (cos, sin))
+            store(b.fsub(b.fmul(left, c), b.fmul(right, s)), v.at(b, y, b.add(to, i), F32))
+            store(b.fadd(b.fmul(right, c), b.fmul(left, s)), v.at(b, y, b.add(b.add(to, half), i), F32))
+
+        v.for_lanes(b, half, body)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(x, i, cos, sin, i, i, y, i), codegen
+
+
+@intrinsic
+def all_below(typingctx, x, start, n, limit):
+    """Whether the sizes of x[start:start + n] are below ``limit``; those of NaN are not."""
+    def codegen(context, b, signature, arguments):
+        x, start, n, limit = arguments
+        x, wide = v.data(context, b, signature.args[0], x), v.splat(b, limit, V16F)
+        beyond = cgutils.alloca_once_value(b, v.constant(ir.VectorType(v.I1, LANES), 0))
+
+        def body(i, load, _):
+            size = v.call(b, "llvm.fabs.v16f32", V16F, [load(v.at(b, x, b.add(start, i), F32), 0.0)])
+            found = b.not_(b.fcmp_ordered("<", size, wide))
+            b.store(b.or_(b.load(beyond, typ=found.type), found), beyond)
+
+        v.for_lanes(b, n, body)
+        found = b.bitcast(b.load(beyond, typ=ir.VectorType(v.I1, LANES)), I16)
+        return b.icmp_unsigned("==", found, I16(0))
+
+    return types.boolean(x, types.intp, types.intp, types.float32), codegen
 
 
 @intrinsic
