@@ -15,7 +15,7 @@ from mpillm.jit import moe as _moe
 from mpillm.jit import routing as _routing
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.plan import ROOM_WIDTH, ROWS, Plan
-from mpillm.quant.layout import PANEL
+from mpillm.quant.layout import PANEL, allocate
 from mpillm.quant.packed import PackedMatrix
 
 
@@ -141,7 +141,7 @@ def _product(plan: Plan, operation: Callable[[str], Any], x: np.ndarray, gathere
 
 def _room(plan: Plan, name: str, size: int, dtype: Any) -> np.ndarray:
     """Room that all layers of a plan share."""
-    return plan.kept((f"experts' {name}", size), lambda: np.zeros(size, dtype))
+    return plan.kept((f"experts' {name}", size), lambda: allocate(size, dtype))
 
 
 def slot_bytes(hidden: int, columns: int) -> int:

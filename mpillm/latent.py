@@ -17,7 +17,7 @@ from mpillm.jit import moe as _moe
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.tape import Cell
 from mpillm.plan import ROOM_WIDTH, ROWS, Plan
-from mpillm.quant.layout import PANEL
+from mpillm.quant.layout import PANEL, allocate
 from mpillm.quant.packed import PackedMatrix
 
 
@@ -126,7 +126,7 @@ def _stride(x: np.ndarray) -> int:
 
 def _room(plan: Plan, name: str, size: int, dtype: Any) -> np.ndarray:
     """Room that all layers of a plan share."""
-    return plan.kept((f"latent {name}", size), lambda: np.zeros(size, dtype))
+    return plan.kept((f"latent {name}", size), lambda: allocate(size, dtype))
 
 
 def warm_up(formats: list[str]) -> list[Callable[[], Any]]:

@@ -17,7 +17,7 @@ from mpillm.jit import latent_prompt as _prompt
 from mpillm.jit.tape import Cell, address_of
 from mpillm.latent import LatentHeads
 from mpillm.plan import Plan
-from mpillm.quant.layout import PAIR, PANEL
+from mpillm.quant.layout import PAIR, PANEL, allocate
 from mpillm.quant.packed import PackedMatrix
 
 STRETCH = _attention.STRETCH
@@ -117,7 +117,7 @@ class _Heads:
 
         def shared(name: str, rows: int, each: int) -> np.ndarray:
             """Room that all layers and groups share: rows of ``each`` values of every head."""
-            return branch.kept((name, rows), lambda: np.zeros(rows * room.heads * each, np.float32))[:rows * n * each]
+            return branch.kept((name, rows), lambda: allocate(rows * room.heads * each, np.float32))[:rows * n * each]
 
         made_k, made_v = (shared(f"made {name}", STRETCH, w.n // n).reshape(STRETCH, w.n)
                           for name, w in (("keys", w_keys), ("values", w_values)))

@@ -91,7 +91,7 @@ class Plan:
         whole = n if whole is None else whole
         key = (name, whole)
         if key not in self._buffers:
-            self._buffers[key] = np.zeros((self.capacity, whole), np.float32)
+            self._buffers[key] = allocate(self.capacity * whole, np.float32).reshape(self.capacity, whole)
         return self._buffers[key][:, before:before + n]
 
     def call(self, family: str, function: Callable[[int], None]) -> None:
@@ -222,7 +222,7 @@ class Plan:
         return self._tiles
 
     def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
-        return self.kept((name, n), lambda: np.zeros((self.capacity, n), dtype))
+        return self.kept((name, n), lambda: allocate(self.capacity * n, dtype).reshape(self.capacity, n))
 
     def kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
         """The room of this key, made when it is first asked for."""
