@@ -27,7 +27,7 @@ from mpillm.jit.isa.lanes import add_row
 from mpillm.jit.tape import Operation
 
 GROUP = 16             # panels whose outputs stay in the second cache while K goes by
-K_STRETCH = 640        # of K, at most: two panels of it stay in the first cache, a chunk of rows in the second
+K_STRETCH = 320        # of K, at most: two panels of it and two row tiles stay in the first cache (measured)
 ROW_CHUNK = 512        # rows that share one pass over the weights
 FEW_PANELS = 4         # panels that a thread of avx512 takes at a time
 
