@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -129,7 +130,7 @@ class Sampler:
     def _message(self, logits: np.ndarray, rows: list[Row], count: int, n_top: int) -> np.ndarray:
         n_local = logits.shape[1]
         message = np.full((len(rows), FIXED + 1 + 2 * n_top + 3 * count), -np.inf)
-        message[:, [RAW_SUM, TEMP_SUM]] = 0
+        message[:, RAW_SUM] = message[:, TEMP_SUM] = 0
         message[:, FIXED] = n_local
         if not n_local:
             return message
@@ -227,15 +228,18 @@ class Merged:
         self._parts, self._count, self._n_top = parts, count, n_top
         heads = self._heads = parts[:, :, :FIXED]
         top = heads[:, :, RAW_MAX].max(0)
-        total = np.zeros(len(top))
+        total = heads[0, :, RAW_SUM] if len(heads) == 1 else np.zeros(len(top))
         with np.errstate(all="ignore"):
-            for head in heads:           # in rank order
+            for head in heads if len(heads) > 1 else ():           # in rank order
                 total += np.where(head[:, RAW_SUM] == 0, 0, head[:, RAW_SUM] * np.exp(head[:, RAW_MAX] - top))
             self._finite = (np.isfinite(top) & np.isfinite(total)).tolist()
             self._log_sum = (top + np.log(total)).tolist()
         first = FIXED + 1 + 2 * n_top
         self._best = _best(parts[:, :, first:first + 3]) if count else None
-        self._sampled = _best(heads[:, :, SCORE:SCORE_RAW + 1])
+
+    @cached_property
+    def _sampled(self) -> list[list[float]]:
+        return _best(self._heads[:, :, SCORE:SCORE_RAW + 1])
 
     def decision(self, row: Row, at: int) -> Decision:
         """The decision for row ``at``."""
