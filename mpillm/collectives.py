@@ -8,12 +8,13 @@ through shared memory (machine/segment.py, jit/exchange.py), across nodes throug
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from mpillm.errors import MpillmError, UsageError
 from mpillm.jit.exchange import KV, MERGE
 from mpillm.machine import affinity, launch, memory, topology
+from mpillm.machine.courier import Courier
 from mpillm.machine.group import Group, Means, receive_pieces, send_pieces
 from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
@@ -251,7 +253,8 @@ class Replica:
     """The ranks of one copy of the model: ``rank`` of ``tp``; copy ``index`` of ``dp``.
 
     ``seconds`` adds up the time spent in its exchanges, a tape's and the KV exchange included, until the caller
-    sets it to 0. Exchanges raise ExchangeError when a rank does not come before the deadline.
+    sets it to 0; of those that another thread makes (``sending``) the time that was waited for them. Exchanges raise
+    ExchangeError when a rank does not come before the deadline.
     """
 
     def __init__(self, group: Group, tp: int, dp: int, index: int, mode: str) -> None:
@@ -261,6 +264,7 @@ class Replica:
         self._groups = [group]
         self._seconds = 0.0                    # in messages and in Python; kernels count for themselves
         self._reset = 0.0
+        self._courier = Courier()
 
     @property
     def seconds(self) -> float:
@@ -292,6 +296,39 @@ class Replica:
             return self._alone.arguments
         fused = self._group.fused if self.mode == "shm" else None
         return None if fused is None else fused.arguments
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether its ranks are on several nodes."""
+        return self._group.spans_nodes
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its sums are messages, and this MPI lets another thread than the main one send them."""
+        return self.exchange_arguments() is None and self._group.mpi.Query_thread() >= self._group.mpi.THREAD_SERIALIZED
+
+    @property
+    def behind(self) -> float:
+        """Seconds since the start that exchanges took in a thread of their own, behind computing."""
+        return self._courier.worked
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+        """A function that has an exchange made by another thread, in order; what it returns waits for it.
+
+        Meanwhile the caller must not use MPI. Of such exchanges ``seconds`` counts what was waited for them.
+        """
+        before, waited = self._seconds, self._courier.waited
+        self._patient(True)
+        try:
+            yield self._courier.send
+        finally:
+            self._patient(False)
+            self._seconds = before + self._courier.waited - waited
+
+    def _patient(self, patient: bool) -> None:
+        for group in self._groups:
+            group.patient = patient
 
     def check(self) -> None:
         """ExchangeError if an exchange in shared memory, of a tape too, gave up waiting for a rank."""

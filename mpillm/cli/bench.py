@@ -70,6 +70,7 @@ def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-type-v", choices=config.KV_TYPES, default="", help="as for run (default: as --kv-type)")
     model.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     model.add_argument("--collectives", choices=config.COLLECTIVES, default=config.COLLECTIVES[0], help="as for run")
+    model.add_argument("--overlap", choices=config.OVERLAPS, default=config.OVERLAPS[0], help="as for run")
     model.add_argument("--prefill-chunk", type=_positive, default=512, metavar="N", help="as for run (default 512)")
     model.add_argument("--batch", type=_positives, default=[1, 8, 32], metavar="N,N",
                        help="sequences that run together (default 1,8,32)")
@@ -231,8 +232,8 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
 
     settings = config.RunConfig(
         prompts="", model=given.model, weights=given.weights, kv_type=given.kv_type, kv_type_v=given.kv_type_v,
-        kv_mode=given.kv_mode, collectives=given.collectives, prefill_chunk=given.prefill_chunk, tp=world.size,
-        max_batch=max(given.batch))
+        kv_mode=given.kv_mode, collectives=given.collectives, overlap=given.overlap,
+        prefill_chunk=given.prefill_chunk, tp=world.size, max_batch=max(given.batch))
 
     def job() -> run.Job:
         path = io.find_model(given.model)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from mpillm import kernels
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import kvcache
+from mpillm.engine import kvcache, overlap
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.cost import LayoutChoice
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import ResourceError, UsageError
 from mpillm.kernels import LayerCache
 from mpillm.layers.exchange import KVGather
-from mpillm.layers.linear import Reducer
 from mpillm.models import deepseek, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama, room_for
@@ -103,12 +102,12 @@ def fits(run: RunConfig, model: ModelConfig, weights: Weights, tp: int, memory: 
     return max(held(run, model, weights, tp)[1]) + LOADING_BYTES + RUNTIME_BYTES <= memory
 
 
-def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,
-               gather: KVGather | None) -> LoadedModel:
+def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int,
+               reducer: overlap.Ranks, gather: KVGather | None) -> LoadedModel:
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast, built.scratch = run.fast, run.attention_scratch
+    built.fast, built.scratch, built.overlap = run.fast, run.attention_scratch, overlap.chosen(run.overlap, reducer)
     return LoadedModel(built, loader.nbytes)
 
 
