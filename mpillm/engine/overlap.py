@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from mpillm import kernels
+from mpillm.config import RunConfig
 from mpillm.kernels import Plan, Rows
 from mpillm.layers.linear import Reducer
 
@@ -118,6 +119,11 @@ class Overlap:
             LOG.info("replica %d: steps of %d to %d rows are computed %s: %.0f rows/s, %.0f %s (--overlap auto)",
                      self._ranks.index, max(low, self._least), 2 * low - 1, WAYS[trial.cut], 1 / medians[trial.cut],
                      1 / medians[not trial.cut], WAYS[not trial.cut])
+
+
+def planned(run: RunConfig, tp: int, rows: int) -> bool:
+    """Whether steps of so many rows may be cut, if the ranks turn out to be on several nodes."""
+    return run.overlap != "off" and tp > 1 and rows >= LEAST
 
 
 def chosen(mode: str, ranks: Ranks) -> Overlap | None:

@@ -168,7 +168,11 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
-    slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
+    tp = 1 if share.vocab.size == model.vocab else 2            # or more: only those with others cut their steps
+    halves = overlap.planned(run, tp, rows)
+    slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size) * (3 if halves else 2) // 2
+    if halves and model.latent:
+        widest += share.heads.size * (model.nope_dim + model.kv_rank)
     width = kvcache.form(model, share)[1]
     attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
     if places > 1:       # the row's queries, keys and values, outputs over the positions here, own heads' of all places
@@ -176,7 +180,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
         widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
         widest += 2 * share.kv_heads.size * model.head_dim
     if model.mla == 3 and share.heads:
-        attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), rows, run.attention_scratch)
+        for each in (rows, rows // 2)[:1 + halves]:
+            attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 
