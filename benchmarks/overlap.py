@@ -24,16 +24,16 @@ WAYS = ("whole", "halves")
 
 
 def measured(loaded: bench.Loaded, test: SpeedTest, rounds: int, amount: int) -> dict[str, np.ndarray]:
-    """Of each way [rounds, 3]: rows/s of the slowest rank, the shares of its time waited, and spent behind computing."""
+    """Of each way [rounds, 3]: rows/s of the slowest rank, and the shares of its time waited and behind computing."""
     model, replica = loaded.model.model, loaded.replica
     ways = {"whole": None, "halves": Overlap("on", replica, least=2)}
     cache = bench.filled_cache(loaded, bench.blocks_of(test, amount, loaded.place[1]))
     found: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
     for i in range(rounds + 1):
         for way in WAYS if i % 2 else WAYS[::-1]:
-            model.overlap, before = ways[way], replica.behind
+            model.overlap, before = ways[way], replica.courier.worked
             run = bench.run_test(loaded, test, amount, cache)
-            own = run.tokens / run.seconds, run.exchange / run.seconds, (replica.behind - before) / run.whole
+            own = run.tokens / run.seconds, run.exchange / run.seconds, (replica.courier.worked - before) / run.whole
             if i:                  # the first round records plans
                 found[way].append(min(loaded.ranks.world.allgather(own)))
     return {way: np.array(rows) for way, rows in found.items()}

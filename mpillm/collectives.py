@@ -264,7 +264,7 @@ class Replica:
         self._groups = [group]
         self._seconds = 0.0                    # in messages and in Python; kernels count for themselves
         self._reset = 0.0
-        self._courier = Courier()
+        self.courier = Courier()               # its ``worked``: seconds of exchanges behind computing
 
     @property
     def seconds(self) -> float:
@@ -297,20 +297,10 @@ class Replica:
         fused = self._group.fused if self.mode == "shm" else None
         return None if fused is None else fused.arguments
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether its ranks are on several nodes."""
-        return self._group.spans_nodes
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether its sums are messages, and this MPI lets another thread than the main one send them."""
-        return self.exchange_arguments() is None and self._group.mpi.Query_thread() >= self._group.mpi.THREAD_SERIALIZED
-
-    @property
-    def behind(self) -> float:
-        """Seconds since the start that exchanges took in a thread of their own, behind computing."""
-        return self._courier.worked
+    def sends(self, inside: bool) -> bool:
+        """Whether its sums are messages that a thread may send, between nodes or, if ``inside``, in one too."""
+        mpi, spans = self._group.mpi, self._group.spans_nodes
+        return (spans or inside) and self.exchange_arguments() is None and mpi.Query_thread() >= mpi.THREAD_SERIALIZED
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
@@ -318,17 +308,12 @@ class Replica:
 
         Meanwhile the caller must not use MPI. Of such exchanges ``seconds`` counts what was waited for them.
         """
-        before, waited = self._seconds, self._courier.waited
-        self._patient(True)
+        before = self._seconds - self.courier.waited
         try:
-            yield self._courier.send
+            with self.courier.sending(self._groups) as send:
+                yield send
         finally:
-            self._patient(False)
-            self._seconds = before + self._courier.waited - waited
-
-    def _patient(self, patient: bool) -> None:
-        for group in self._groups:
-            group.patient = patient
+            self._seconds = before + self.courier.waited
 
     def check(self) -> None:
         """ExchangeError if an exchange in shared memory, of a tape too, gave up waiting for a rank."""

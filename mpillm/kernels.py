@@ -47,20 +47,10 @@ from mpillm.jit.isa.quantised import SHAPES as _SHAPES
 from mpillm.jit.moe import kind_of as prepared_kind
 from mpillm.latent import LatentHeads, record_by_heads, record_rows, record_spread
 from mpillm.latent_prompt import STRETCH, PromptMatrices, prompt_nbytes, prompt_together_nbytes, record_prompts
-from mpillm.plan import (
-    GENERATED,
-    ROOM_WIDTH,
-    ROWS,
-    SCRATCH,
-    TILES,
-    WANTED,
-    HeadNorms,
-    Plan,
-    attention_room,
-    run_in_turns,
-)
+from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, TILES, WANTED, HeadNorms, Plan, attention_room
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes
 from mpillm.quant.packed import PackedMatrix, Packer
+from mpillm.turns import PlanPart, run_in_turns
 
 F = TypeVar("F", bound=Callable[..., Any])
 _F32 = np.dtype(np.float32)
@@ -250,9 +240,9 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 
 __all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "STRETCH",
            "TILES", "WANTED", "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer",
-           "Plan", "PromptMatrices", "Router", "Rows", "Spent", "address_of", "allocate_cache", "attention_room",
-           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts",
-           "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind", "prompt_nbytes",
-           "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts", "record_rows",
-           "record_spread", "run_in_turns", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier",
-           "top_k", "warm_up"]
+           "Plan", "PlanPart", "PromptMatrices", "Router", "Rows", "Spent", "address_of", "allocate_cache",
+           "attention_room", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
+           "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind",
+           "prompt_nbytes", "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts",
+           "record_rows", "record_spread", "run_in_turns", "set_threads", "set_tier", "slot_bytes", "tested_tier",
+           "threads", "tier", "top_k", "warm_up"]

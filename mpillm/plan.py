@@ -62,11 +62,11 @@ class Plan:
     """
 
     def __init__(self, capacity: int, fast: bool = False, scratch: int = SCRATCH,
-                 buffers: dict[tuple, np.ndarray] | None = None, within: tuple[Plan, int] | None = None) -> None:
+                 buffers: dict[tuple, np.ndarray] | None = None) -> None:
         """``fast``: products of many rows widen quantised weights to bf16, in tiers that multiply it.
 
         ``scratch``: bytes that attention may take beside its threads' tiles, however long the context. ``buffers``:
-        see :meth:`branch`. ``within``: see :meth:`part`.
+        see :meth:`branch`.
         """
         self.capacity, self.tape = capacity, _tape.Tape()
         self._fast = fast and _select.at_least("avx512")
@@ -77,34 +77,21 @@ class Plan:
         self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
         self.prompts = True     # rows of prompts may be in a step, not only generated ones
         self._branches: dict[int, dict[tuple, np.ndarray]] = {}
-        self._part_branches: dict[int, dict[int, dict[tuple, np.ndarray]]] = {}     # of parts, by their capacity
-        self._ready = False
-        self._owner, self._first = (self, 0) if within is None else within
+        self.part_branches: dict[int, dict[int, dict[tuple, np.ndarray]]] = {}      # of parts, by their capacity
 
     def branch(self, capacity: int) -> Plan:
         """A plan that is run from a ``call`` of this one; all of one capacity share their buffers."""
         return Plan(capacity, self._fast, self.scratch_nbytes, self._branches.setdefault(capacity, {}))
-
-    def part(self, first: int, capacity: int) -> Plan:
-        """A plan whose rows lie in this one's buffers from row ``first`` on.
-
-        Parts may be run in turns (``run_in_turns``): all other room is used within an operation, or between two
-        that stand beside each other, and they share it with each other and with this plan.
-        """
-        assert first + capacity <= self.capacity, f"rows {first} ... {first + capacity} of {self.capacity}"
-        part = Plan(capacity, self._fast, self.scratch_nbytes, within=(self, first))
-        part.prompts, part._branches = self.prompts, self._part_branches.setdefault(capacity, {})
-        return part
 
     def buffer(self, name: str, n: int, before: int = 0, whole: int | None = None) -> np.ndarray:
         """Room named ``name`` for [capacity, n]: columns ``before`` ... of rows of ``whole``, the others zeros.
 
         Asked for again, it is the same room.
         """
-        return self._array(name, n if whole is None else whole, np.float32)[:, before:before + n]
+        return self.rows_of(name, n if whole is None else whole, np.float32)[:, before:before + n]
 
     def call(self, family: str, function: Callable[[int], None], elsewhere: bool = False) -> None:
-        """Leave the kernels for ``function(rows)``; ``elsewhere``: another thread may run it, see ``run_in_turns``."""
+        """Leave the kernels for ``function(rows)``; ``elsewhere``: another thread may run it, see turns.py."""
         self.tape.call(family, lambda: function(self._n_rows), elsewhere)
 
     def linear(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray,
@@ -140,8 +127,8 @@ class Plan:
         """x as a product with ``w`` takes it: (values, scales, sums); records what makes it so."""
         kind, none = _fused.activation(w.format), np.zeros(0, np.int32)
         if kind == "codes":
-            codes, scales = self._array("codes", w.k, np.int8), self._array("scales", w.k // 32, np.float32)
-            sums = self._array("sums", w.k // 16, np.int32)
+            codes, scales = self.rows_of("codes", w.k, np.int8), self.rows_of("scales", w.k // 32, np.float32)
+            sums = self.rows_of("sums", w.k // 16, np.int32)
             self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
             return codes, scales, sums
         if kind == "bf16":
@@ -150,7 +137,7 @@ class Plan:
 
     def _rounded(self, x: np.ndarray, k: int, rows: _tape.Cell) -> np.ndarray:
         """x in bf16 as the tier's products take it."""
-        rounded = self._array("bf16", -(-k // 32) * 32, np.uint16)
+        rounded = self.rows_of("bf16", -(-k // 32) * 32, np.uint16)
         self.tape.add("quantise", _tiles.bf16_operations(_select.tier())[0], x, rows, k, rounded)
         return rounded
 
@@ -174,8 +161,6 @@ class Plan:
 
     def thread_room(self, width: int) -> tuple[np.ndarray, int]:
         """Room of each thread for ``width`` outputs of all rows, and its elements."""
-        if self._owner is not self:
-            return self._owner.thread_room(width)
         each = -(-self.capacity * width // 16) * 16
         return self.kept(("fused", width), lambda: allocate(each * _policy.threads(), np.float32)), each
 
@@ -228,23 +213,19 @@ class Plan:
 
     def scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
-        owner = self._owner
-        if owner._tiles.size == 0:
-            owner._tiles = allocate(_policy.threads() * TILES, np.uint8)
-        return owner._tiles
+        if self._tiles.size == 0:
+            self._tiles = allocate(_policy.threads() * TILES, np.uint8)
+        return self._tiles
 
-    def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
-        """Room for ``n`` values of each row, which begins as zeros."""
-        if self._owner is not self:
-            return self._owner._array(name, n, dtype)[self._first:self._first + self.capacity]
+    def rows_of(self, name: str, n: int, dtype: Any) -> np.ndarray:
+        """Room for ``n`` values of each row, at first zeros."""
         return self.kept((name, n), lambda: np.zeros((self.capacity, n), dtype))
 
     def kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
         """The room of this key, made when it is first asked for."""
-        buffers = self._owner._buffers
-        if key not in buffers:
-            buffers[key] = make()
-        return buffers[key]
+        if key not in self._buffers:
+            self._buffers[key] = make()
+        return self._buffers[key]
 
     def norm(self, x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
              chosen: bool = False) -> None:
@@ -371,12 +352,11 @@ class Plan:
 
     def run(self, rows: Rows, wanted: np.ndarray) -> None:
         """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
-        values, held = self._values(rows, wanted)
-        self._run(values, _policy.threads())
-        del held        # the tiles, which the run needed
+        _held = self.begin(rows, wanted)
+        self.tape.run(_policy.threads())
 
-    def _values(self, rows: Rows, wanted: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
-        """The cells' values for a run, and what has to outlive it beside the arguments."""
+    def begin(self, rows: Rows, wanted: np.ndarray) -> list[np.ndarray]:
+        """Set the tape's cells for a run; what is returned has to outlive it."""
         m, table = len(rows.positions), rows.block_table
         assert m <= self.capacity, f"{m} rows for a plan of {self.capacity}"
         assert table.dtype == np.int32 and table.ndim == 2 and table.flags.c_contiguous, f"table {table.shape}"
@@ -395,7 +375,9 @@ class Plan:
         if self._n_blocks and all(tiling.generated for tiling in self._tilings.values()):
             # Rows that are written alone are checked all the same
             self._tiles_of(rows, first, 1, m)
-        return values, [*held, first]
+        self._n_rows = m
+        self.tape.set(values)
+        return [*held, first, wanted]
 
     def _tiles_of(self, rows: Rows, first: np.ndarray, most_rows: int, count: int) -> tuple[np.ndarray, int]:
         """First rows of tiles [n + 1] of the first ``count`` rows, and n."""
@@ -423,12 +405,15 @@ class Plan:
                     break
             else:
                 run, pieces = 0, 1
-        owner = self._owner
-        if run and owner._room.size < each * pieces:
-            owner._room = np.empty(each * pieces, np.float32)
-        given = (at(tiles), n_tiles, run, pieces, queries, at(owner._room))
+        given = (at(tiles), n_tiles, run, pieces, queries, at(self.sums_room(each * pieces if run else 0)))
         values.update((cell.name, value) for cell, value in zip(tiling.cells(), given, strict=True))
         return tiles
+
+    def sums_room(self, n: int) -> np.ndarray:
+        """Room for ``n`` values at least of pieces of attention."""
+        if self._room.size < n:
+            self._room = np.empty(n, np.float32)
+        return self._room
 
     @property
     def room_nbytes(self) -> int:
@@ -438,38 +423,13 @@ class Plan:
     def run_alone(self, rows: int, **more: int) -> None:
         """Run where none knows of a cache, rows of one sequence from place 0 on; ``more``: values of own cells."""
         zeros, at = np.zeros(max(rows, 1), np.int32), _tape.address_of
-        self._run({"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros), "first": at(zeros), **more},
-                  _policy.threads())
-
-    def _run(self, values: dict[str, int], parts: int) -> None:
-        self._begin(values)
-        self.tape.run(parts, values)
-
-    def _begin(self, values: dict[str, int]) -> None:
-        if not self._ready:
-            self.tape.finish()
-            self._ready = True
-        self._n_rows = values["rows"]
+        self._n_rows, values = rows, {"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros)}
+        self.tape.set({**values, "first": at(zeros), **more})
+        self.tape.run(_policy.threads())
 
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the plan was made, exchanges included."""
         return self.tape.seconds()
-
-
-def run_in_turns(work: Sequence[tuple[Plan, Rows]], send: _tape.Send) -> None:
-    """Run plans for these rows, each going on while what another one sent (``call``, ``elsewhere``) is on its way.
-
-    They are parts of one plan, recorded alike. In every layer the first has written its rows into the cache before
-    the next attends, and what they send keeps one order. ``send`` has something done by another thread; what it
-    returns waits for that.
-    """
-    none = np.zeros(0, np.int64)
-    for _ in range(2):      # the room that they share for attention's parts grows in the first turn
-        begun = [plan._values(rows, none) for plan, rows in work]
-    for (plan, _), (values, _) in zip(work, begun, strict=True):
-        plan._begin(values)
-        plan.tape.set(values)
-    _tape.run_in_turns([plan.tape for plan, _ in work], _policy.threads(), send)
 
 
 def attention_room(threads: int, value_dim: int, positions: int, scratch: int) -> int:

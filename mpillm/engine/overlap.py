@@ -36,11 +36,7 @@ class Ranks(Reducer, Protocol):
     index: int
     is_root: bool
 
-    @property
-    def spans_nodes(self) -> bool: ...
-
-    @property
-    def overlaps(self) -> bool: ...
+    def sends(self, inside: bool) -> bool: ...
 
     def sending(self) -> AbstractContextManager[Send]: ...
 
@@ -114,11 +110,12 @@ class Overlap:
         if found is not None:
             medians = np.max(found, axis=0)
         self._ranks.bcast(medians)
-        trial.cut = bool(medians[1] < medians[0])
+        best = int(medians[1] < medians[0])
+        trial.cut = best == 1
         if self._ranks.is_root:
             LOG.info("replica %d: steps of %d to %d rows are computed %s: %.0f rows/s, %.0f %s (--overlap auto)",
-                     self._ranks.index, max(low, self._least), 2 * low - 1, WAYS[trial.cut], 1 / medians[trial.cut],
-                     1 / medians[not trial.cut], WAYS[not trial.cut])
+                     self._ranks.index, max(low, self._least), 2 * low - 1, WAYS[best], 1 / medians[best],
+                     1 / medians[1 - best], WAYS[1 - best])
 
 
 def planned(run: RunConfig, tp: int, rows: int) -> bool:
@@ -128,9 +125,9 @@ def planned(run: RunConfig, tp: int, rows: int) -> bool:
 
 def chosen(mode: str, ranks: Ranks) -> Overlap | None:
     """For a run with ``--overlap mode``; None where no step is cut: off, in shared memory, auto inside a node."""
-    if ranks.tp == 1 or mode == "off" or mode == "auto" and not ranks.spans_nodes:
+    if ranks.tp == 1 or mode == "off":
         return None
-    if not ranks.overlaps:
+    if not ranks.sends(inside=mode == "on"):
         if mode == "on" and ranks.is_root:
             LOG.info("--overlap on: the ranks of replica %d share memory, or this MPI serves one thread alone: steps "
                      "are computed whole", ranks.index)

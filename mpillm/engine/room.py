@@ -20,7 +20,6 @@ from mpillm.models.load_experts import Stand, stand
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Span
 
-
 APART = "experts' ", "latent "      # how the names of what does not hold rows begin
 
 
@@ -109,7 +108,7 @@ def step_nbytes(run: RunConfig, model: ModelConfig, weights: Weights, split: Par
 
 
 def _whole_and_halves(run: RunConfig, rank: _Rank, most: int, threads: int) -> int:
-    """Bytes of a recorded step of ``most`` rows, and its halves: their rows lie in its buffers, products' slots do not."""
+    """Bytes of a recorded step of ``most`` rows, and its halves: rows lie in its buffers, products' slots do not."""
     fast, rows = run.fast and kernels.tier() in ("avx512", "amx"), room_for(most)
     whole, half = Buffers(rows, threads, fast), Buffers(rows // 2, threads, fast)
     nbytes = recorded(rank, whole)

@@ -168,7 +168,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
-    tp = 1 if share.vocab.size == model.vocab else 2            # or more: only those with others cut their steps
+    whole = share.vocab.size == model.vocab and share.heads.size == model.n_heads
+    tp = 1 if whole else 2      # or more: who is alone cuts no step
     halves = overlap.planned(run, tp, rows)
     slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size) * (3 if halves else 2) // 2
     if halves and model.latent:

@@ -213,8 +213,7 @@ class Tape:
             self._elsewhere.add(len(self._entries))
         self._entries.append((function, family))
 
-    def finish(self) -> None:
-        """Lay the tape out; nothing is added afterwards."""
+    def _lay_out(self) -> None:
         self._memory = np.array([*self._words, 0], np.int64)
         self._nanoseconds = np.zeros(len(self._entries), np.int64)
         self.families = [family for _, family in self._entries]
@@ -249,14 +248,15 @@ class Tape:
 
         return run
 
-    def run(self, parts: int, values: dict[str, int]) -> None:
-        """Run with these values of the cells: integers, or addresses of arrays (``address_of``)."""
-        self.set(values)
+    def run(self, parts: int) -> None:
+        """Run with the cells as they were set."""
         for _, stretch in self._stretches:
             stretch(parts)
 
     def set(self, values: dict[str, int]) -> None:
-        """Give the cells their values."""
+        """Give the cells their values: integers, or addresses of arrays (``address_of``). Ends the recording."""
+        if not self._stretches:
+            self._lay_out()
         self._memory[self._slots] = np.array([values[name] for name in self._names], np.int64)[self._which]
 
     def turns(self, parts: int, send: Send) -> Iterator[None]:

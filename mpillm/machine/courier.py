@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+
+class Patient(Protocol):
+    """Awaits messages asleep while ``patient``, so that the core is left to the thread that computes."""
+
+    patient: bool
 
 
 class Courier:
@@ -20,6 +28,17 @@ class Courier:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    @contextlib.contextmanager
+    def sending(self, groups: Iterable[Patient]) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+        """``send``, with the groups patient."""
+        for group in groups:
+            group.patient = True
+        try:
+            yield self.send
+        finally:
+            for group in groups:
+                group.patient = False
 
     def send(self, job: Callable[[], None]) -> Callable[[], None]:
         """Have ``job`` done; the result is to be called where it has to be."""

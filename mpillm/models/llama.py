@@ -128,7 +128,7 @@ class Llama:
     def _record_halves(self, step: _Step) -> tuple[kernels.Plan, kernels.Plan, kernels.Plan]:
         """Plans of the layers for the first and the last rows of a step, and of the head for all of them."""
         capacity = step.plan.capacity
-        first, second, head = (step.plan.part(*own) for own in (
+        first, second, head = (kernels.PlanPart(step.plan, *own) for own in (
             (0, capacity // 2), (capacity // 2, capacity // 2), (0, capacity)))
         for half in (first, second):
             self._record_layers(half, step.cache)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "unit"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit"))
 
 import made_deepseek as made
 from made_models import random_tensors, tiny, write_folder
@@ -43,6 +43,7 @@ CASES = {
     "bf16": (DENSE, "redundant", "auto", {"wire": "bf16"}),
     "q8_0": (DENSE, "allgather", "auto", {"wire": "q8_0"}),
     "messages": (DENSE, "sharded", "auto", {"shared": False}),
+    "mpi": (DENSE, "redundant", "auto", {"mode": "mpi"}),        # of two ranks' parts any order is the same
     "experts": (MIXTRAL, "redundant", "auto", {}),
     "latent0": (made.V3, "allgather", "0", {}),
     "latent2": (made.V2, "allgather", "2", {"wire": "q8_0"}),
@@ -84,10 +85,10 @@ def check(world, folder: str, weights: str, case: str) -> None:
     whole, _ = generate(own, lines, keep="all", prefill_chunk=64)
     own.model.overlap = Overlap("on", own.replica, least=2)
     for chunk in (64, 250):
-        before = own.replica.behind
+        before = own.replica.courier.worked
         halves, scheduler = generate(own, lines, keep="all", prefill_chunk=chunk)
         alike(halves, whole)
-        assert scheduler.computed_positions and own.replica.behind > before, "nothing was sent"
+        assert scheduler.computed_positions and own.replica.courier.worked > before, "nothing was sent"
     assert own.model.overlap.cut_steps > 10
     places = own.split.partition.places
     tight, scheduler = generate(own, lines, -(-(6 if case == "redundant" else 4) // places), prefill_chunk=100)
