@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 
-class Patient(Protocol):
-    """Awaits messages asleep while ``patient``, so that the core is left to the thread that computes."""
+class Polite(Protocol):
+    """Awaits messages asleep while ``computing()``, so that the core is left to the thread that does."""
 
-    patient: bool
+    computing: Callable[[], bool] | None
 
 
 class Courier:
@@ -28,17 +28,18 @@ class Courier:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._awaited = False
 
     @contextlib.contextmanager
-    def sending(self, groups: Iterable[Patient]) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
-        """``send``, with the groups patient."""
+    def sending(self, groups: Iterable[Polite]) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+        """``send``, with groups that leave the core to the sender while it does not wait itself."""
         for group in groups:
-            group.patient = True
+            group.computing = lambda: not self._awaited
         try:
             yield self.send
         finally:
             for group in groups:
-                group.patient = False
+                group.computing = None
 
     def send(self, job: Callable[[], None]) -> Callable[[], None]:
         """Have ``job`` done; the result is to be called where it has to be."""
@@ -49,8 +50,9 @@ class Courier:
         self._jobs.put((job, done))
 
         def wait() -> None:
-            began = time.perf_counter()
+            began, self._awaited = time.perf_counter(), True
             done.wait()
+            self._awaited = False
             self.waited += time.perf_counter() - began
             if self._failure is not None:
                 raise self._failure

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class Group:
         self.mpi, self.comm, self.chunk = mpi, comm, means.chunk
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._scratch = np.empty(0, np.float32)
-        self.patient = False            # messages are awaited asleep: another thread of this rank computes
+        self.computing: Callable[[], bool] | None = None     # whether another thread of this rank is, if there is one
         everybody = comm.allgather((means.node, means.name, means.lanes))
         nodes, names, lanes = zip(*everybody, strict=True)
         self.means = dataclasses.replace(means, lanes=max(1, min(*lanes, LANES_LIMIT)))
@@ -158,20 +158,19 @@ class Group:
 
     def together(self, name: str, *arguments: Any) -> None:
         """A collective operation of the communicator, by its blocking name."""
-        if self.patient:
+        if self.computing is not None:
             self.finish([getattr(self.comm, f"I{name.lower()}")(*arguments)])
         else:
             getattr(self.comm, name)(*arguments)
 
     def finish(self, requests: Sequence[Any]) -> None:
-        """Wait for messages: as MPI does, which is quickest, or so that the core is left to a thread that computes."""
+        """Wait for messages: as MPI does, which is quickest, but asleep while another thread needs the core."""
         nap = NAP
         for request in requests:
-            while self.patient and not request.Test():
+            while self.computing is not None and self.computing() and not request.Test():
                 time.sleep(nap)
                 nap = min(1.25 * nap, NAP_LIMIT)
-            if not self.patient:
-                request.Wait()
+            request.Wait()
 
     def gather(self, data: np.ndarray) -> np.ndarray | None:
         """Every rank's bytes (uint8, the same number on all) as [ranks, n] on rank 0; None elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,6 +75,26 @@ def test_a_courier_keeps_the_order_and_counts():
     first()
     assert said[0] is not threading.main_thread() and said[0].daemon and said[1] == "second"
     assert courier.worked > 0 and courier.waited > 0
+
+
+def test_messages_are_awaited_asleep_while_the_sender_computes():
+    """What waits for them looks now and then; it waits as MPI does as soon as the sender itself has to wait."""
+    courier, group, seen = Courier(), SimpleNamespace(computing=None), []
+    begun, computed = threading.Event(), threading.Event()
+
+    def job():
+        seen.append(group.computing())
+        begun.set()
+        computed.wait(5)
+        while group.computing():
+            time.sleep(1e-4)
+
+    with courier.sending([group]) as send:
+        wait = send(job)
+        assert begun.wait(5)
+        computed.set()
+        wait()
+    assert seen == [True] and group.computing is None
 
 
 def test_what_fails_elsewhere_is_raised_here_and_ends_all():
