@@ -117,6 +117,18 @@ class Rows:
     first: np.ndarray | None = None     # int32 [S], places of each sequence's block 0 in a sharded cache; None: 0
     generated: int = 0       # leading rows whose positions lie behind their prompts; where these attend in another way
 
+    @property
+    def in_order(self) -> bool:
+        """Whether no row attends to one behind it: rows of prompts may stand behind what follows on them."""
+        first, others = self.sequences[:self.generated], self.sequences[self.generated:]
+        return not (len(first) and len(others) and np.isin(first, others).any())
+
+    def part(self, begin: int, stop: int) -> Rows:
+        """Rows ``begin`` ... ``stop - 1``."""
+        own = slice(begin, stop)
+        return Rows(self.tokens[own], self.positions[own], self.sequences[own], self.block_table, self.cos[own],
+                    self.sin[own], self.first, min(max(self.generated - begin, 0), stop - begin))
+
 
 def check_kv(kv_type: str) -> None:
     """Raises UsageError for a type that no cache has."""

@@ -8,12 +8,13 @@ through shared memory (machine/segment.py, jit/exchange.py), across nodes throug
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from mpillm.errors import MpillmError, UsageError
 from mpillm.jit.exchange import KV, MERGE
 from mpillm.machine import affinity, launch, memory, topology
+from mpillm.machine.courier import Courier
 from mpillm.machine.group import Group, Means, receive_pieces, send_pieces
 from mpillm.machine.mail import Mail
 from mpillm.machine.segment import NOTHING, TIMEOUT, Segment, drop_library_segments
@@ -251,7 +253,8 @@ class Replica:
     """The ranks of one copy of the model: ``rank`` of ``tp``; copy ``index`` of ``dp``.
 
     ``seconds`` adds up the time spent in its exchanges, a tape's and the KV exchange included, until the caller
-    sets it to 0. Exchanges raise ExchangeError when a rank does not come before the deadline.
+    sets it to 0; of those that another thread makes (``sending``) the time that was waited for them. Exchanges raise
+    ExchangeError when a rank does not come before the deadline.
     """
 
     def __init__(self, group: Group, tp: int, dp: int, index: int, mode: str) -> None:
@@ -261,6 +264,7 @@ class Replica:
         self._groups = [group]
         self._seconds = 0.0                    # in messages and in Python; kernels count for themselves
         self._reset = 0.0
+        self.courier = Courier()               # its ``worked``: seconds of exchanges behind computing
 
     @property
     def seconds(self) -> float:
@@ -292,6 +296,24 @@ class Replica:
             return self._alone.arguments
         fused = self._group.fused if self.mode == "shm" else None
         return None if fused is None else fused.arguments
+
+    def sends(self, inside: bool) -> bool:
+        """Whether its sums are messages that a thread may send, between nodes or, if ``inside``, in one too."""
+        mpi, spans = self._group.mpi, self._group.spans_nodes
+        return (spans or inside) and self.exchange_arguments() is None and mpi.Query_thread() >= mpi.THREAD_SERIALIZED
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
+        """A function that has an exchange made by another thread, in order; what it returns waits for it.
+
+        Meanwhile the caller must not use MPI. Of such exchanges ``seconds`` counts what was waited for them.
+        """
+        before = self._seconds - self.courier.waited
+        try:
+            with self.courier.sending(self._groups) as send:
+                yield send
+        finally:
+            self._seconds = before + self.courier.waited
 
     def check(self) -> None:
         """ExchangeError if an exchange in shared memory, of a tape too, gave up waiting for a rank."""

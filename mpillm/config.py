@@ -26,6 +26,7 @@ CHUNK = 512        # prompt tokens in a step, unless something else is asked for
 MOE_SPLITS = ("columns", "experts", "auto")
 LOGITS = ("none", "last", "generated", "all")
 COLLECTIVES = ("shm", "mpi")
+OVERLAPS = ("auto", "on", "off")
 WIRES = ("f32", "bf16", "q8_0")
 
 
@@ -61,6 +62,7 @@ class RunConfig:
     moe_split: str = "auto"
     collectives: str = "shm"
     wire: str = "f32"
+    overlap: str = "auto"
     exchange_timeout: float = 600.0
     threads_per_rank: int | None = None
     pin: bool = True
@@ -102,6 +104,7 @@ class RunConfig:
             object.__setattr__(self, "collectives", "shm")
         _one_of("collectives", self.collectives, COLLECTIVES)
         _one_of("wire", self.wire, WIRES)
+        _one_of("overlap", self.overlap, OVERLAPS)
         _one_of("log-level", self.log_level, ("debug", "info", "warning", "error"))
         _one_of("batching", self.batching, ("continuous", "static"))
         _one_of("on-stop", self.on_stop, ("resume", "expire"))

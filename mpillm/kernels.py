@@ -50,6 +50,7 @@ from mpillm.latent_prompt import STRETCH, PromptMatrices, prompt_nbytes, prompt_
 from mpillm.plan import GENERATED, ROOM_WIDTH, ROWS, SCRATCH, TILES, WANTED, HeadNorms, Plan, attention_room
 from mpillm.quant.layout import FORMATS, PAIR, QUANTISED, WORDS, packed_nbytes, word_bits
 from mpillm.quant.packed import PackedMatrix, Packer
+from mpillm.turns import PlanPart, run_in_turns
 
 F = TypeVar("F", bound=Callable[..., Any])
 _F32 = np.dtype(np.float32)
@@ -58,7 +59,7 @@ _ELEMENTS_PER_THREAD = 16384      # below, starting a second thread costs more t
 set_threads = _policy.set_threads
 threads = _policy.threads
 tested_tier, lowest_tier, set_tier = _selftest.tested_tier, _select.lowest, _select.set_tier
-tier, prepare_threads = _select.tier, _tape.prepare
+tier, prepare_threads, address_of = _select.tier, _tape.prepare, _tape.address_of
 
 
 class Spent:
@@ -251,9 +252,9 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 
 __all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "STRETCH",
            "TILES", "WANTED", "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer",
-           "Plan", "PromptMatrices", "Router", "Rows", "Spent", "allocate_cache", "attention_room",
-           "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear", "log_sum_exp_parts",
-           "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind", "prompt_nbytes",
-           "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts", "record_rows",
-           "record_spread", "set_threads", "set_tier", "slot_bytes", "tested_tier", "threads", "tier", "top_k",
-           "warm_up"]
+           "Plan", "PlanPart", "PromptMatrices", "Router", "Rows", "Spent", "address_of", "allocate_cache",
+           "attention_room", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
+           "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind",
+           "prompt_nbytes", "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts",
+           "record_rows", "record_spread", "run_in_turns", "set_threads", "set_tier", "slot_bytes", "tested_tier",
+           "threads", "tier", "top_k", "warm_up"]

@@ -77,7 +77,7 @@ class Plan:
         self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
         self.prompts = True     # rows of prompts may be in a step, not only generated ones
         self._branches: dict[int, dict[tuple, np.ndarray]] = {}
-        self._ready = False
+        self.part_branches: dict[int, dict[int, dict[tuple, np.ndarray]]] = {}      # of parts, by their capacity
 
     def branch(self, capacity: int) -> Plan:
         """A plan that is run from a ``call`` of this one; all of one capacity share their buffers."""
@@ -88,15 +88,11 @@ class Plan:
 
         Asked for again, it is the same room.
         """
-        whole = n if whole is None else whole
-        key = (name, whole)
-        if key not in self._buffers:
-            self._buffers[key] = allocate(self.capacity * whole, np.float32).reshape(self.capacity, whole)
-        return self._buffers[key][:, before:before + n]
+        return self.rows_of(name, n if whole is None else whole, np.float32)[:, before:before + n]
 
-    def call(self, family: str, function: Callable[[int], None]) -> None:
-        """Leave the kernels for ``function(rows)``."""
-        self.tape.call(family, lambda: function(self._n_rows))
+    def call(self, family: str, function: Callable[[int], None], elsewhere: bool = False) -> None:
+        """Leave the kernels for ``function(rows)``; ``elsewhere``: another thread may run it, see turns.py."""
+        self.tape.call(family, lambda: function(self._n_rows), elsewhere)
 
     def linear(self, x: np.ndarray, w: PackedMatrix, bias: np.ndarray | None, out: np.ndarray,
                rows: _tape.Cell = ROWS) -> None:
@@ -131,8 +127,8 @@ class Plan:
         """x as a product with ``w`` takes it: (values, scales, sums); records what makes it so."""
         kind, none = _fused.activation(w.format), np.zeros(0, np.int32)
         if kind == "codes":
-            codes, scales = self._array("codes", w.k, np.int8), self._array("scales", w.k // 32, np.float32)
-            sums = self._array("sums", w.k // 16, np.int32)
+            codes, scales = self.rows_of("codes", w.k, np.int8), self.rows_of("scales", w.k // 32, np.float32)
+            sums = self.rows_of("sums", w.k // 16, np.int32)
             self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
             return codes, scales, sums
         if kind == "bf16":
@@ -141,7 +137,7 @@ class Plan:
 
     def _rounded(self, x: np.ndarray, k: int, rows: _tape.Cell) -> np.ndarray:
         """x in bf16 as the tier's products take it."""
-        rounded = self._array("bf16", -(-k // 32) * 32, np.uint16)
+        rounded = self.rows_of("bf16", -(-k // 32) * 32, np.uint16)
         self.tape.add("quantise", _tiles.bf16_operations(_select.tier())[0], x, rows, k, rounded)
         return rounded
 
@@ -221,7 +217,8 @@ class Plan:
             self._tiles = allocate(_policy.threads() * TILES, np.uint8)
         return self._tiles
 
-    def _array(self, name: str, n: int, dtype: Any) -> np.ndarray:
+    def rows_of(self, name: str, n: int, dtype: Any) -> np.ndarray:
+        """Room for ``n`` values of each row, at first zeros."""
         return self.kept((name, n), lambda: allocate(self.capacity * n, dtype).reshape(self.capacity, n))
 
     def kept(self, key: tuple, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -355,6 +352,11 @@ class Plan:
 
     def run(self, rows: Rows, wanted: np.ndarray) -> None:
         """Run all operations for these rows; ``wanted`` int64 are those that ``norm(chosen=True)`` takes."""
+        _held = self.begin(rows, wanted)
+        self.tape.run(_policy.threads())
+
+    def begin(self, rows: Rows, wanted: np.ndarray) -> list[np.ndarray]:
+        """Set the tape's cells for a run; what is returned has to outlive it."""
         m, table = len(rows.positions), rows.block_table
         assert m <= self.capacity, f"{m} rows for a plan of {self.capacity}"
         assert table.dtype == np.int32 and table.ndim == 2 and table.flags.c_contiguous, f"table {table.shape}"
@@ -373,8 +375,9 @@ class Plan:
         if self._n_blocks and all(tiling.generated for tiling in self._tilings.values()):
             # Rows that are written alone are checked all the same
             self._tiles_of(rows, first, 1, m)
-        self._run(values, parts)
-        del held        # the tiles, which the run needed
+        self._n_rows = m
+        self.tape.set(values)
+        return [*held, first, wanted]
 
     def _tiles_of(self, rows: Rows, first: np.ndarray, most_rows: int, count: int) -> tuple[np.ndarray, int]:
         """First rows of tiles [n + 1] of the first ``count`` rows, and n."""
@@ -402,11 +405,15 @@ class Plan:
                     break
             else:
                 run, pieces = 0, 1
-        if run and self._room.size < each * pieces:
-            self._room = np.empty(each * pieces, np.float32)
-        given = (at(tiles), n_tiles, run, pieces, queries, at(self._room))
+        given = (at(tiles), n_tiles, run, pieces, queries, at(self.sums_room(each * pieces if run else 0)))
         values.update((cell.name, value) for cell, value in zip(tiling.cells(), given, strict=True))
         return tiles
+
+    def sums_room(self, n: int) -> np.ndarray:
+        """Room for ``n`` values at least of pieces of attention."""
+        if self._room.size < n:
+            self._room = np.empty(n, np.float32)
+        return self._room
 
     @property
     def room_nbytes(self) -> int:
@@ -416,15 +423,9 @@ class Plan:
     def run_alone(self, rows: int, **more: int) -> None:
         """Run where none knows of a cache, rows of one sequence from place 0 on; ``more``: values of own cells."""
         zeros, at = np.zeros(max(rows, 1), np.int32), _tape.address_of
-        self._run({"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros), "first": at(zeros), **more},
-                  _policy.threads())
-
-    def _run(self, values: dict[str, int], parts: int) -> None:
-        if not self._ready:
-            self.tape.finish()
-            self._ready = True
-        self._n_rows = values["rows"]
-        self.tape.run(parts, values)
+        self._n_rows, values = rows, {"rows": rows, "wanted": rows, "chosen": 0, "sequences": at(zeros)}
+        self.tape.set({**values, "first": at(zeros), **more})
+        self.tape.run(_policy.threads())
 
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the plan was made, exchanges included."""

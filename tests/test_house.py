@@ -20,7 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 # Storeys from the top; a module may import its own storey and those below
 STOREYS = (("main",), ("cli",), ("bench",), ("engine",), ("models",), ("layers",),
            ("partition", "collectives", "kernels", "plan", "cache", "experts", "latent",
-            "latent_prompt", "io", "config", "log"),
+            "latent_prompt", "turns", "io", "config", "log"),
            ("jit", "formats", "quant", "machine"), ("errors",))
 LEVEL = {place: len(STOREYS) - depth for depth, storey in enumerate(STOREYS) for place in storey}
 

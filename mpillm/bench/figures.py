@@ -7,7 +7,7 @@ two. Both are of one rank; a job's are the sums over its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpillm.engine.cost import row_columns
@@ -41,7 +41,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Costs:
-    """One rank's share of a model: bytes of the weights that a step reads, of the cache a position, operations."""
+    """One rank's share of a model: bytes of the weights that a step reads, of the cache a position, operations.
+
+    A step of R rows reads of ``routed_bytes``, the experts among which tokens choose, those that a row chose: on the
+    mean of free and even choices 1 - (1 - ``chosen``)**R of them.
+    """
 
     weight_bytes: int
     cache_bytes: float                 # of one position, all layers
@@ -49,11 +53,14 @@ class Costs:
     head_operations: int               # of one row in the output head
     score_operations: int              # of one row and one position that it attends to, all layers
     windows: tuple[int | None, ...]    # of the layers, None = all positions
+    routed_bytes: int = 0              # of weight_bytes
+    chosen: float = 0.0                # of a layer's experts, by each token
 
-    def bytes_of(self, pieces: Iterable[Piece]) -> float:
+    def bytes_of(self, pieces: Sequence[Piece]) -> float:
         """Bytes that a step of these pieces moves."""
         positions = sum(p.count + self._seen(p.start + p.count, p.count) for p in pieces)
-        return self.weight_bytes + self.cache_bytes * positions
+        unread = self.routed_bytes * (1 - self.chosen) ** sum(p.count for p in pieces)
+        return self.weight_bytes - unread + self.cache_bytes * positions
 
     def operations_of(self, pieces: Iterable[Piece]) -> float:
         """Operations of a step of these pieces."""
@@ -72,18 +79,20 @@ class Costs:
 
 
 def costs(model: ModelConfig, share: Share, weight_bytes: int, embedding_bytes: int, block_bytes: int,
-          block: int) -> Costs:
+          block: int, routed_bytes: int = 0) -> Costs:
     """The costs of one rank's ``share``.
 
     ``weight_bytes``: all that it holds; ``embedding_bytes``: of the embedding's part, which an untied model only looks
-    up; ``block_bytes``: of a cache block of ``block`` positions, all layers.
+    up; ``block_bytes``: of a cache block of ``block`` positions, all layers; ``routed_bytes``: of the experts among
+    which tokens choose.
     """
     columns = row_columns(share, model.experts, model.experts_chosen, model.shared_experts)
     layer = registry.attention_products(model, share) + 3 * round(columns) * model.hidden
     key, value = scored(model)
     return Costs(weight_bytes - (0 if model.tied else embedding_bytes), block_bytes / block,
                  2 * layer * model.n_layers, 2 * model.hidden * share.vocab.size,
-                 2 * share.heads.size * (key + value) * model.n_layers, model.windows)
+                 2 * share.heads.size * (key + value) * model.n_layers, model.windows, routed_bytes,
+                 model.experts_chosen / model.experts if model.experts else 0.0)
 
 
 def scored(model: ModelConfig) -> tuple[int, int]:

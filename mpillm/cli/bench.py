@@ -70,7 +70,10 @@ def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-type-v", choices=config.KV_TYPES, default="", help="as for run (default: as --kv-type)")
     model.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     model.add_argument("--collectives", choices=config.COLLECTIVES, default=config.COLLECTIVES[0], help="as for run")
-    model.add_argument("--prefill-chunk", type=_positive, default=512, metavar="N", help="as for run (default 512)")
+    model.add_argument("--overlap", choices=config.OVERLAPS, default=config.OVERLAPS[0], help="as for run")
+    model.add_argument("--mla", choices=config.MLA, default="auto", help="as for run")
+    model.add_argument("--moe-split", choices=config.MOE_SPLITS, default="auto", help="as for run")
+    model.add_argument("--prefill-chunk", type=_positive, metavar="N", help="as for run")
     model.add_argument("--batch", type=_positives, default=[1, 8, 32], metavar="N,N",
                        help="sequences that run together (default 1,8,32)")
     model.add_argument("--prompt-batch", type=_positives, metavar="N,N",
@@ -226,13 +229,15 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     from mpillm.cli import run
     from mpillm.engine import setup
     from mpillm.models.load import memory_format
+    from mpillm.models.load_experts import routed_bytes
     from mpillm.models.parse import open_checkpoint, open_model
     from mpillm.models.weights import Weights
 
     settings = config.RunConfig(
         prompts="", model=given.model, weights=given.weights, kv_type=given.kv_type, kv_type_v=given.kv_type_v,
-        kv_mode=given.kv_mode, collectives=given.collectives, prefill_chunk=given.prefill_chunk, tp=world.size,
-        max_batch=max(given.batch))
+        kv_mode=given.kv_mode, mla=given.mla, moe_split=given.moe_split, collectives=given.collectives,
+        overlap=given.overlap,
+        prefill_chunk=given.prefill_chunk, tp=world.size, max_batch=max(given.batch))
 
     def job() -> run.Job:
         path = io.find_model(given.model)
@@ -256,9 +261,10 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     share = split.partition.shares[world.rank]
     table = memory_format(weights, ["model.embed_tokens.weight"], settings.weights)
     embedding = kernels.packed_nbytes(table, share.vocab.size, found.model.hidden)
+    routed = routed_bytes(found.model, weights, share, settings.weights)
     return Loaded(ranks, settings, found.model, split, model, costs(
         found.model, share, model.nbytes, embedding, setup.cache_block_bytes(settings, found.model, split, world.rank),
-        kernels.BLOCK * split.partition.places), "+".join(split.formats), found.model.name)
+        kernels.BLOCK * split.partition.places, routed), "+".join(split.formats), found.model.name)
 
 
 def model_table(rows: list[dict[str, Any]], title: str) -> str:

@@ -161,6 +161,10 @@ def split_options(split: Any) -> None:
     split.add_argument("--wire", choices=config.WIRES,
                        help="type of the parts of sums between nodes (default f32, exact); it rounds every rank's "
                             "part once a replica spans nodes")
+    split.add_argument("--overlap", choices=config.OVERLAPS,
+                       help="steps of many rows in two halves, one of which computes while the other's sums travel: "
+                            "wherever sums are messages (on), never (off), or between nodes if the first steps show "
+                            "that it is quicker (auto, default)")
     split.add_argument("--exchange-timeout", type=float, metavar="S",
                        help="seconds to wait for a rank in shared memory before the run ends (default 600)")
     split.add_argument("--threads-per-rank", type=int, metavar="N",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mpillm import kernels
 from mpillm.config import RunConfig
-from mpillm.engine import kvcache, setup
+from mpillm.engine import kvcache, overlap, setup
 from mpillm.models import deepseek, latent_weights, llama, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import room_for
@@ -19,6 +19,8 @@ from mpillm.models.load import PANEL, apart, memory_format, stored_slice
 from mpillm.models.load_experts import Stand, stand
 from mpillm.models.weights import Weights
 from mpillm.partition import Partition, Share, Span
+
+APART = "experts' ", "latent "      # how the names of what does not hold rows begin
 
 
 @dataclass
@@ -95,13 +97,25 @@ def step_nbytes(run: RunConfig, model: ModelConfig, weights: Weights, split: Par
                 threads: int) -> int:
     """Bytes of all that the largest step's plan takes, with ``threads`` of a rank."""
     rank, rows = _Rank(model, weights, run.weights, split, share), room_for(run.chunk + run.max_batch)
-    fast = run.fast and kernels.tier() in ("avx512", "amx")
-    step = recorded(rank, Buffers(rows, threads, fast))
+    step = _whole_and_halves(run, rank, run.chunk + run.max_batch, threads)
     if model.mla == 3:           # steps without prompts have a plan of their own
-        alone = recorded(rank, Buffers(room_for(run.max_batch), threads, fast))
-        step += alone + (_prompts(run, rank, rows, threads) if share.heads else 0)
+        step += _whole_and_halves(run, rank, run.max_batch, threads)
+        halves = overlap.planned(run, split.tp, run.chunk + run.max_batch)
+        for each in (rows, rows // 2)[:1 + halves] if share.heads else ():
+            step += _prompts(run, rank, each, threads)
     width = kvcache.form(model, share)[1]
     return step + kernels.attention_room(threads, width, setup.context_of(run, model), run.attention_scratch)
+
+
+def _whole_and_halves(run: RunConfig, rank: _Rank, most: int, threads: int) -> int:
+    """Bytes of a recorded step of ``most`` rows, and its halves: rows lie in its buffers, products' slots do not."""
+    fast, rows = run.fast and kernels.tier() in ("avx512", "amx"), room_for(most)
+    whole, half = Buffers(rows, threads, fast), Buffers(rows // 2, threads, fast)
+    nbytes = recorded(rank, whole)
+    if overlap.planned(run, rank.split.tp, most):
+        recorded(rank, half)
+        nbytes += sum(size for key, size in half.found.items() if key not in whole.found and key[0].startswith(APART))
+    return nbytes
 
 
 def recorded(rank: _Rank, buffers: Buffers) -> int:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from mpillm import kernels
 from mpillm.config import RunConfig, format_size
-from mpillm.engine import kvcache
+from mpillm.engine import kvcache, overlap
 from mpillm.engine.blocks import BlockLedger, blocks_for
 from mpillm.engine.cost import LayoutChoice
 from mpillm.engine.scheduler import Limits, Scheduler, Sequence
 from mpillm.errors import ResourceError, UsageError
 from mpillm.kernels import LayerCache
 from mpillm.layers.exchange import KVGather
-from mpillm.layers.linear import Reducer
 from mpillm.models import deepseek, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.llama import Llama, room_for
@@ -103,12 +102,12 @@ def fits(run: RunConfig, model: ModelConfig, weights: Weights, tp: int, memory: 
     return max(held(run, model, weights, tp)[1]) + LOADING_BYTES + RUNTIME_BYTES <= memory
 
 
-def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int, reducer: Reducer,
-               gather: KVGather | None) -> LoadedModel:
+def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Split, rank: int,
+               reducer: overlap.Ranks, gather: KVGather | None) -> LoadedModel:
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
     built = registry.BUILDERS[model.architecture](model, loader, gather)
-    built.fast, built.scratch = run.fast, run.attention_scratch
+    built.fast, built.scratch, built.overlap = run.fast, run.attention_scratch, overlap.chosen(run.overlap, reducer)
     return LoadedModel(built, loader.nbytes)
 
 
@@ -169,7 +168,12 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     own = kernels.ROOM_WIDTH + (0 if model.latent else model.head_dim)       # outputs in a thread's own room
     widened = 2 * kernels.ROOM_WIDTH * max(model.hidden, share.columns.size) if run.fast else 0
     count = model.experts_chosen + (model.shared_experts if share.experts.size == model.experts else 0)
-    slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size)
+    whole = share.vocab.size == model.vocab and share.heads.size == model.n_heads
+    tp = 1 if whole else 2      # or more: who is alone cuts no step
+    halves = overlap.planned(run, tp, rows)
+    slots = rows * count * kernels.slot_bytes(model.hidden, share.columns.size) * (3 if halves else 2) // 2
+    if halves and model.latent:
+        widest += share.heads.size * (model.nope_dim + model.kv_rank)
     width = kvcache.form(model, share)[1]
     attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
     if places > 1:       # the row's queries, keys and values, outputs over the positions here, own heads' of all places
@@ -177,7 +181,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
         widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
         widest += 2 * share.kv_heads.size * model.head_dim
     if model.mla == 3 and share.heads:
-        attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), rows, run.attention_scratch)
+        for each in (rows, rows // 2)[:1 + halves]:
+            attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention
 
 

@@ -8,8 +8,9 @@ each operation, so that a step of a model forks once, not some hundred times, an
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,8 @@ from mpillm.jit.parallel import call_part, in_parts
 
 ARRIVED, SPINS, YIELDS, NAP = range(4)     # words of a team's state
 STATE_WORDS = 16
+Stretch = tuple[bool, Callable[[int], None]]      # whether it may go on elsewhere, and what runs it
+Send = Callable[[Callable[[], None]], Callable[[], None]]     # has something done elsewhere; what it returns waits
 PATIENCE = 1_000_000_000                   # ns that threads are given to start together
 FREE_SPINS, CROWDED_SPINS = 4000, 0        # polls before a thread offers its core: some 40 us, or none
 
@@ -182,12 +185,14 @@ class Tape:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Operation | Callable[[], None], str]] = []
+        self._elsewhere: set[int] = set()
         self._words: list[int] = []
         self._starts: list[int] = []
         self._held: list[Any] = []
         self._cells: dict[str, list[int]] = {}
-        self._stretches: list[Callable[[int], None]] = []
+        self._stretches: list[Stretch] = []
         self.families: list[str] = []
+        self._nanoseconds = np.zeros(0, np.int64)
 
     def add(self, family: str, operation: Operation, *arguments: Any) -> None:
         """Record an operation; ``family`` is what its time is counted under."""
@@ -201,13 +206,14 @@ class Tape:
         self._held.append(arguments)
         self._entries.append((operation, family))
 
-    def call(self, family: str, function: Callable[[], None]) -> None:
-        """Record a Python function: the tape stops for it."""
+    def call(self, family: str, function: Callable[[], None], elsewhere: bool = False) -> None:
+        """Record a Python function: the tape stops for it. ``elsewhere``: another thread may run it (``turns``)."""
         self._starts.append(len(self._words))
+        if elsewhere:
+            self._elsewhere.add(len(self._entries))
         self._entries.append((function, family))
 
-    def finish(self) -> None:
-        """Lay the tape out; nothing is added afterwards."""
+    def _lay_out(self) -> None:
         self._memory = np.array([*self._words, 0], np.int64)
         self._nanoseconds = np.zeros(len(self._entries), np.int64)
         self.families = [family for _, family in self._entries]
@@ -219,9 +225,9 @@ class Tape:
             if i < len(self._entries) and isinstance(self._entries[i][0], Operation):
                 continue
             if i > begin:
-                self._stretches.append(self._operations(begin, i, base))
+                self._stretches.append((False, self._operations(begin, i, base)))
             if i < len(self._entries):
-                self._stretches.append(self._python(i))
+                self._stretches.append((i in self._elsewhere, self._python(i)))
             begin = i + 1
 
     def _operations(self, begin: int, end: int, base: int) -> Callable[[int], None]:
@@ -242,11 +248,26 @@ class Tape:
 
         return run
 
-    def run(self, parts: int, values: dict[str, int]) -> None:
-        """Run with these values of the cells: integers, or addresses of arrays (``address_of``)."""
-        self._memory[self._slots] = np.array([values[name] for name in self._names], np.int64)[self._which]
-        for stretch in self._stretches:
+    def run(self, parts: int) -> None:
+        """Run with the cells as they were set."""
+        for _, stretch in self._stretches:
             stretch(parts)
+
+    def set(self, values: dict[str, int]) -> None:
+        """Give the cells their values: integers, or addresses of arrays (``address_of``). Ends the recording."""
+        if not self._stretches:
+            self._lay_out()
+        self._memory[self._slots] = np.array([values[name] for name in self._names], np.int64)[self._which]
+
+    def turns(self, parts: int, send: Send) -> Iterator[None]:
+        """Run, with what may go on elsewhere sent there; each turn ends with something on its way."""
+        for elsewhere, stretch in self._stretches:
+            if not elsewhere:
+                stretch(parts)
+                continue
+            wait = send(functools.partial(stretch, parts))
+            yield
+            wait()
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent in each family of operations since the start."""
@@ -254,6 +275,16 @@ class Tape:
         for family, nanoseconds in zip(self.families, self._nanoseconds.tolist(), strict=True):
             found[family] = found.get(family, 0.0) + nanoseconds * 1e-9
         return found
+
+
+def run_in_turns(tapes: Sequence[Tape], parts: int, send: Send) -> None:
+    """Run tapes whose cells are set, one going on while what another sent is on its way.
+
+    All begin in their order and stop at the same places, so that they take turns, and what is sent keeps one order.
+    """
+    running = [tape.turns(parts, send) for tape in tapes]
+    while running:
+        running = [turns for turns in running if next(turns, True) is None]
 
 
 class _Team:

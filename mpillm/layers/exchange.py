@@ -41,5 +41,6 @@ def record_swap(plan: kernels.Plan, swap: Swap, arrays: Sequence[np.ndarray], na
     if memory is not None:
         plan.swap_columns(memory, arrays, out)
     else:
-        plan.call("exchange", lambda rows: swap.run([x[:rows] for x in arrays], [x[:rows] for x in out]))
+        plan.call("exchange", lambda rows: swap.run([x[:rows] for x in arrays], [x[:rows] for x in out]),
+                  elsewhere=True)
     return out

@@ -109,5 +109,5 @@ def record_sum(plan: kernels.Plan, reducer: Reducer, y_TN: np.ndarray, bias: np.
         plan.reduce_rows(memory, residual_TN, y_TN, bias, weight, eps, normed_TN)
         return
     if reducer.tp > 1:
-        plan.call("exchange", lambda rows: reducer.all_reduce(y_TN[:rows]))
+        plan.call("exchange", lambda rows: reducer.all_reduce(y_TN[:rows]), elsewhere=True)
     plan.add_norm(residual_TN, y_TN, bias, weight, eps, normed_TN)

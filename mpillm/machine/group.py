@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from mpillm.quant import wire as formats
 
 LOG = logging.getLogger("mpillm.exchange")
 PIECE = 1 << 24                 # bytes of one summed message: bounds the scratch memory
+NAP, NAP_LIMIT = 2e-5, 2e-4      # seconds between looks for messages while another thread computes
 GATHERED_LIMIT = 1 << 18        # bytes of all ranks' parts: up to here one all-gather beats slices (measured)
 
 
@@ -57,6 +60,7 @@ class Group:
         self.mpi, self.comm, self.chunk = mpi, comm, means.chunk
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._scratch = np.empty(0, np.float32)
+        self.computing: Callable[[], bool] | None = None     # whether another thread of this rank is, if there is one
         everybody = comm.allgather((means.node, means.name, means.lanes))
         nodes, names, lanes = zip(*everybody, strict=True)
         self.means = dataclasses.replace(means, lanes=max(1, min(*lanes, LANES_LIMIT)))
@@ -69,7 +73,7 @@ class Group:
         if self._node_segment is None:
             return
         if self.spans_nodes or means.wire != "f32":
-            self.levels = TwoLevels(comm, self.rank, nodes, self._node_segment, means.wire)
+            self.levels = TwoLevels(comm, self.rank, nodes, self._node_segment, means.wire, self.finish)
         if not self.spans_nodes:
             self.segment = self._node_segment
 
@@ -137,20 +141,36 @@ class Group:
     def _reduce_mpi(self, x: np.ndarray) -> None:
         if self.size <= 3 or self.size * x.nbytes <= GATHERED_LIMIT:
             parts = self.scratch(self.size * x.size).reshape(self.size, x.size)
-            self.comm.Allgather(x, parts)
+            self.together("Allgather", x, parts)
             add_in_order(parts, x)
             return
         counts, offsets = shares(x.size, self.size)
         n = counts[self.rank]
         room = self.scratch((self.size + 1) * n).reshape(self.size + 1, n)
-        self.comm.Alltoallv([x, (counts, offsets)],
-                            [room[:self.size], ([n] * self.size, [i * n for i in range(self.size)])])
+        self.together("Alltoallv", [x, (counts, offsets)],
+                      [room[:self.size], ([n] * self.size, [i * n for i in range(self.size)])])
         add_in_order(room[:self.size], room[self.size])
-        self.comm.Allgatherv(room[self.size], [x, (counts, offsets)])
+        self.together("Allgatherv", room[self.size], [x, (counts, offsets)])
 
     def all_reduce_mpi(self, flat: np.ndarray) -> None:
         for begin in range(0, flat.size, self.chunk // 4):
-            self.comm.Allreduce(self.mpi.IN_PLACE, flat[begin:begin + self.chunk // 4])
+            self.together("Allreduce", self.mpi.IN_PLACE, flat[begin:begin + self.chunk // 4])
+
+    def together(self, name: str, *arguments: Any) -> None:
+        """A collective operation of the communicator, by its blocking name."""
+        if self.computing is not None:
+            self.finish([getattr(self.comm, f"I{name.lower()}")(*arguments)])
+        else:
+            getattr(self.comm, name)(*arguments)
+
+    def finish(self, requests: Sequence[Any]) -> None:
+        """Wait for messages: as MPI does, which is quickest, but asleep while another thread needs the core."""
+        nap = NAP
+        for request in requests:
+            while self.computing is not None and self.computing() and not request.Test():
+                time.sleep(nap)
+                nap = min(1.25 * nap, NAP_LIMIT)
+            request.Wait()
 
     def gather(self, data: np.ndarray) -> np.ndarray | None:
         """Every rank's bytes (uint8, the same number on all) as [ranks, n] on rank 0; None elsewhere."""

@@ -18,7 +18,7 @@ With another wire type than f32 every rank's part is rounded before it is added,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,15 @@ SMALL = 1 << 18                 # bytes that enter a node: up to here one hop be
 
 
 class TwoLevels:
-    """The plan of a group's sums: ``nodes[rank]`` names each rank's node; ``comm`` joins all, ``segment`` a node."""
+    """The plan of a group's sums: ``nodes[rank]`` names each rank's node; ``comm`` joins all, ``segment`` a node.
 
-    def __init__(self, comm: Any, rank: int, nodes: Sequence[int], segment: Segment, wire: str) -> None:
+    ``finish`` waits for messages.
+    """
+
+    def __init__(self, comm: Any, rank: int, nodes: Sequence[int], segment: Segment, wire: str,
+                 finish: Callable[[Sequence[Any]], None]) -> None:
         self._comm, self._segment, self._wire, self._rank = comm, segment, wire, rank
-        self._size = len(nodes)
+        self._size, self._finish = len(nodes), finish
         members = [[r for r in range(self._size) if nodes[r] == node] for node in dict.fromkeys(nodes)]
         self._mine = next(ranks for ranks in members if rank in ranks)
         self._others = [ranks for ranks in members if ranks is not self._mine]
@@ -110,6 +114,5 @@ class TwoLevels:
     def _swap(self, sends: dict[int, np.ndarray], arriving: dict[int, np.ndarray]) -> None:
         requests = [self._comm.Irecv(array, rank) for rank, array in arriving.items() if array.size]
         requests += [self._comm.Isend(array, rank) for rank, array in sends.items() if array.size]
-        for request in requests:
-            request.Wait()
+        self._finish(requests)
         self.received += sum(array.nbytes for array in arriving.values())

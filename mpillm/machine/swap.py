@@ -95,20 +95,21 @@ class Swap:
             self._messages([x[begin:begin + step] for x in arrays], [x[begin:begin + step] for x in out])
 
     def _messages(self, arrays: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
-        rows, comm, me, ranks = len(arrays[0]), self._group.comm, self._group.rank, range(self._group.size)
+        rows, me, ranks = len(arrays[0]), self._group.rank, range(self._group.size)
         arriving = [rows * sum(part.message(sender, me)[1] for part in self.parts) for sender in ranks]
         starts = np.cumsum([0, *arriving]).tolist()
         buffer = self._group.scratch(starts[-1])
         if self._everything:
             own = np.concatenate([x.reshape(-1) for x in arrays])
-            comm.Allgatherv(own, [buffer, (arriving, starts[:-1])])
+            self._group.together("Allgatherv", own, [buffer, (arriving, starts[:-1])])
         else:
             leaving = [[x[:, start - part.owned[me][0]:][:, :count].reshape(-1)
                         for x, part in zip(arrays, self.parts, strict=True)
                         for start, count, _ in [part.message(me, receiver)]] for receiver in ranks]
             counts = [sum(x.size for x in pieces) for pieces in leaving]
-            comm.Alltoallv([np.concatenate([x for pieces in leaving for x in pieces]),
-                            (counts, np.cumsum([0, *counts])[:-1].tolist())], [buffer, (arriving, starts[:-1])])
+            own = np.concatenate([x for pieces in leaving for x in pieces])
+            self._group.together("Alltoallv", [own, (counts, np.cumsum([0, *counts])[:-1].tolist())],
+                                 [buffer, (arriving, starts[:-1])])
         for sender in ranks:
             at = starts[sender]
             for part, target in zip(self.parts, out, strict=True):

@@ -5,8 +5,10 @@ Reads like the paper (arXiv 2302.13971): ``x += attention(norm(x)); x += mlp(nor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -43,6 +45,16 @@ FINAL_NORM = "model.norm.weight"
 ROOM = 64              # rows by which plans grow
 
 
+class Overlap(Protocol):
+    """Decides which steps are computed in halves, and runs these so that one computes while the other exchanges."""
+
+    def cut(self, rows: Rows) -> int: ...
+
+    def run(self, halves: Sequence[tuple[kernels.Plan, Rows]]) -> None: ...
+
+    def took(self, rows: Rows, seconds: float) -> None: ...
+
+
 @dataclass
 class Block:
     """One decoder layer."""
@@ -65,6 +77,7 @@ class Llama:
     fast: bool = False      # see kernels.Plan
     prompts_apart: bool = False     # rows behind their prompts stand first in a step, and attend in another way
     scratch: int = kernels.SCRATCH
+    overlap: Overlap | None = None
     _steps: dict[bool, _Step] = field(default_factory=dict, init=False, repr=False)     # by whether prompts are in it
     _past: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
@@ -78,18 +91,53 @@ class Llama:
         if step is None or step.cache is not cache or step.plan.capacity < len(rows.tokens):
             for kind, other in list(self._steps.items()):
                 if kind == prompts or other.cache is not cache:
-                    self._past = _added(self._past, other.plan.seconds())
+                    self._past = _added(self._past, other.seconds())
                     del self._steps[kind]
             step = self._steps[prompts] = self._record(cache, room_for(len(rows.tokens)), prompts)
+        began = time.perf_counter()
         self.embedding(rows.tokens, step.x[:len(rows.tokens)])
-        step.plan.run(rows, wanted)
+        cut = 0 if self.overlap is None else self.overlap.cut(rows)
+        if cut:
+            self._run_halves(step, rows, wanted, cut)
+        else:
+            step.plan.run(rows, wanted)
         self.embedding.reducer.check()
+        if self.overlap is not None:
+            self.overlap.took(rows, time.perf_counter() - began)
         return step.logits[:len(wanted)]
 
+    def _run_halves(self, step: _Step, rows: Rows, wanted: np.ndarray, cut: int) -> None:
+        """The same as the plan of the whole: the layers in halves, and then the head of both together."""
+        assert self.overlap is not None, "halves without a reason"
+        if step.halves is None:
+            step.halves = self._record_halves(step)
+        first, second, head = step.halves
+        n = len(rows.tokens)
+        step.x[first.capacity:first.capacity + n - cut] = step.x[cut:n]
+        self.overlap.run([(first, rows.part(0, cut)), (second, rows.part(cut, n))])
+        chosen = np.where(wanted < cut, wanted, wanted + (first.capacity - cut))
+        head.run_alone(len(wanted), chosen=kernels.address_of(chosen))
+
     def _record(self, cache: list[LayerCache], capacity: int, prompts: bool) -> _Step:
-        """The plan of a step of up to ``capacity`` rows: ``x += attention(norm(x)); x += mlp(norm(x))``."""
-        plan, hidden = kernels.Plan(capacity, self.fast, self.scratch), self.embedding.hidden
+        """The plan of a step of up to ``capacity`` rows."""
+        plan = kernels.Plan(capacity, self.fast, self.scratch)
         plan.prompts = prompts
+        x = self._record_layers(plan, cache)
+        return _Step(plan, cache, x, self._record_head(plan, x))
+
+    def _record_halves(self, step: _Step) -> tuple[kernels.Plan, kernels.Plan, kernels.Plan]:
+        """Plans of the layers for the first and the last rows of a step, and of the head for all of them."""
+        capacity = step.plan.capacity
+        first, second, head = (kernels.PlanPart(step.plan, *own) for own in (
+            (0, capacity // 2), (capacity // 2, capacity // 2), (0, capacity)))
+        for half in (first, second):
+            self._record_layers(half, step.cache)
+        self._record_head(head, step.x)
+        return first, second, head
+
+    def _record_layers(self, plan: kernels.Plan, cache: list[LayerCache]) -> np.ndarray:
+        """``x += attention(norm(x)); x += mlp(norm(x))``; where x is."""
+        hidden = self.embedding.hidden
         x = plan.buffer("x", hidden)
         first = self.blocks[0]
         plan.norm(x, first.attention_norm.weight, first.attention_norm.eps, first.attention.input(plan, hidden))
@@ -101,14 +149,18 @@ class Llama:
                 block.mlp.record(plan, x, None, plan.buffer("unused", hidden))
             else:
                 block.mlp.record(plan, x, following.attention_norm, following.attention.input(plan, hidden))
-        plan.norm(x, self.norm.weight, self.norm.eps, self.head.input(plan, hidden), chosen=True)
-        return _Step(plan, cache, x, self.head.record(plan))
+        return x
+
+    def _record_head(self, plan: kernels.Plan, x: np.ndarray) -> np.ndarray:
+        """Logits of the wanted rows of x; where they are."""
+        plan.norm(x, self.norm.weight, self.norm.eps, self.head.input(plan, self.embedding.hidden), chosen=True)
+        return self.head.record(plan)
 
     def seconds(self) -> dict[str, float]:
         """Seconds in each family of operations since the start."""
         found = self._past
         for step in self._steps.values():
-            found = _added(found, step.plan.seconds())
+            found = _added(found, step.seconds())
         return found
 
 
@@ -118,12 +170,23 @@ def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 @dataclass
 class _Step:
-    """A recorded step, what it was recorded for, and where its rows come in and its logits out."""
+    """A recorded step, what it was recorded for, and where its rows come in and its logits out.
+
+    ``halves``: its rows' layers in two plans within its buffers, and the head for all.
+    """
 
     plan: kernels.Plan
     cache: list[LayerCache]
     x: np.ndarray
     logits: np.ndarray
+    halves: tuple[kernels.Plan, kernels.Plan, kernels.Plan] | None = None
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each family of operations."""
+        found = self.plan.seconds()
+        for plan in self.halves or ():
+            found = _added(found, plan.seconds())
+        return found
 
 
 def room_for(rows: int) -> int:

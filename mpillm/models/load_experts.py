@@ -113,6 +113,13 @@ def held(config: ModelConfig, weights: Weights, prefix: str, share: Share,
         yield others[1], s.apart[1], kernels.packed_nbytes(s.apart[1], config.hidden, stop - first, phase)
 
 
+def routed_bytes(config: ModelConfig, weights: Weights, share: Share, asked: str) -> int:
+    """Bytes of the experts among which tokens choose, all layers."""
+    return sum(nbytes for layer in range(config.n_layers) if config.has_experts(layer)
+               for names, _, nbytes in held(config, weights, f"model.layers.{layer}.", share, asked)
+               if SHARED not in names[0])
+
+
 def router_bytes(config: ModelConfig, weights: Weights, prefix: str, share: Share, asked: str) -> int:
     """Bytes of a layer's router, float32, on every rank."""
     corrections = 4 * config.experts if config.routing.bias and weights.has(prefix + CORRECTION) else 0

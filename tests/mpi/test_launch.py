@@ -19,6 +19,7 @@ CASES = Path(__file__).parent / "cases"
 ROOT = Path(__file__).parents[2]
 BESIDE = Path(sys.executable).with_name("mpirun")       # that of the MPI in this environment, if there is one
 MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
+ON_NODES = {"mpi": {}, "shared": {}, "sending": {"MPILLM_FAKE_NODES": "0,0,1"}}      # by what the others wait in
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install mpich")
 
 
@@ -87,6 +88,17 @@ def test_a_sharded_cache(ranks, heads, kv_heads, kv_types):
     assert done.stdout.count("shards are right") == 1
 
 
+@pytest.mark.parametrize("ranks, nodes, weights, cases", [
+    (2, "2", "f32", "redundant mpi"), (2, "2", "q8_0", "latent0 latent2"),
+    (3, "2", "bf16", "allgather sharded q8_0 messages experts latent3"),
+    (5, "3", "f32", "redundant sharded messages"), (5, "0,1,0,1,0", "bf16", "allgather bf16 experts")])
+def test_steps_in_halves(ranks, nodes, weights, cases):
+    """The same bits as whole steps, over wires and KV modes; and all ranks find the same way quicker."""
+    done = launch(ranks, "halves.py", nodes, weights, *cases.split(), limit=400)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("halves are right") == 1
+
+
 def runs(process: str) -> bool:
     try:
         return b"failures.py" in Path(f"/proc/{process}/cmdline").read_bytes()
@@ -94,9 +106,10 @@ def runs(process: str) -> bool:
         return False
 
 
-def test_a_stopped_rank_is_named_and_ended():
+@pytest.mark.parametrize("waiting", ["shared", "sending"])
+def test_a_stopped_rank_is_named_and_ended(waiting):
     began = time.monotonic()
-    done = launch(3, "failures.py", "stopped", "shared", "1.5", limit=30)
+    done = launch(3, "failures.py", "stopped", waiting, "1.5", limit=30, **ON_NODES[waiting])
     assert done.returncode == 8 and time.monotonic() - began < 20, done.stderr
     (said,) = ours(done.stderr)
     assert re.fullmatch(r"mpillm: rank 0 \(.+\): error: rank 0 waited 1.5 s for rank 1 \(host .+\) in an all-reduce: "
@@ -115,10 +128,10 @@ def test_a_stopped_rank_is_named_and_ended():
     ("interrupt", 130, "mpillm: rank 1 ({}): interrupted"),
     ("pipe", 5, "mpillm: rank 1 ({}): error: the reader of the output went away"),
 ])
-@pytest.mark.parametrize("waiting", ["mpi", "shared"])
+@pytest.mark.parametrize("waiting", ["mpi", "shared", "sending"])
 def test_one_rank_fails_and_the_job_ends(kind, code, line, waiting):
     began = time.monotonic()
-    done = launch(3, "failures.py", kind, waiting, limit=20)
+    done = launch(3, "failures.py", kind, waiting, limit=20, **ON_NODES[waiting])
     assert time.monotonic() - began < 10
     left = [path for path in done.stdout.split() if os.path.exists(path)]
     assert not left, "the aborted run left shared memory behind"
@@ -131,9 +144,10 @@ def test_one_rank_fails_and_the_job_ends(kind, code, line, waiting):
     assert "Abort(" not in done.stderr, "MPI's own words about the abort are noise"
 
 
-def test_a_killed_rank_ends_the_job():
+@pytest.mark.parametrize("waiting", ["shared", "sending"])
+def test_a_killed_rank_ends_the_job(waiting):
     began = time.monotonic()
-    done = launch(3, "failures.py", "killed", "shared", limit=20)
+    done = launch(3, "failures.py", "killed", waiting, limit=20, **ON_NODES[waiting])
     assert done.returncode != 0 and time.monotonic() - began < 10
 
 

@@ -57,6 +57,13 @@ def test_bytes_are_weights_once_and_the_cache_of_every_sequence():
     assert half.bytes_of([Piece(8, 2, True)]) == 1000 + 2 * (2 + (5 + 10) / 2)
 
 
+def test_of_experts_the_chosen_are_read():
+    c = Costs(1000, 0.0, 0, 0, 0, (None,), routed_bytes=800, chosen=0.25)
+    assert c.bytes_of([Piece(9, 1, True)]) == 200 + 200
+    assert c.bytes_of([Piece(9, 1, True)] * 2) == 200 + 800 * (1 - 0.75 ** 2)
+    assert c.bytes_of([Piece(0, 500, False)]) == pytest.approx(1000)
+
+
 def test_only_an_untied_embedding_is_not_read():
     (share,) = shares(1)
     assert costs(FIGURES, share, 1000, 100, 64, 64).weight_bytes == 900

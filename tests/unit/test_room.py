@@ -14,7 +14,7 @@ from test_setup import _Alone, _Silent
 from mpillm import kernels
 from mpillm.collectives import row_parts
 from mpillm.config import RunConfig
-from mpillm.engine import room, setup
+from mpillm.engine import overlap, room, setup
 from mpillm.engine.estimate import Asked, Mode, Subject
 from mpillm.models import registry
 from mpillm.models.llama import room_for
@@ -48,9 +48,13 @@ def allocated(run: RunConfig, model, weights: Weights, split: Partition, rank: i
     steps = [loaded.model._record(cache, room_for(CHUNK + BATCH), True)]
     if loaded.model.prompts_apart:
         steps.append(loaded.model._record(cache, room_for(BATCH), False))
+    if overlap.planned(run, split.tp, CHUNK + BATCH):
+        steps[0].halves = loaded.model._record_halves(steps[0])
     nbytes = 0
     for step in steps:
-        rooms = [step.plan._buffers, *step.plan._branches.values()]
+        rooms = [step.plan._buffers, *step.plan._branches.values(),
+                 *(room for branches in step.plan.part_branches.values() for room in branches.values())]
+        assert not any(half._buffers or half._tiles.size for half in step.halves or ()), "rooms of their own"
         nbytes += sum(array.nbytes for found in rooms for array in found.values()) + step.plan._tiles.nbytes
     return loaded.nbytes, sum(layer.nbytes for layer in cache), nbytes
 

@@ -23,6 +23,12 @@ def wait_in_shared_memory(world, replica) -> None:
     replica.all_reduce(np.ones(1000, np.float32))
 
 
+def wait_for_another_thread(world, replica) -> None:
+    """An exchange that a thread makes, between two nodes, while this one would compute."""
+    with replica.sending() as send:
+        send(lambda: replica.all_reduce(np.ones((1, 1000), np.float32)))()
+
+
 def mapped_segments() -> list[str]:
     with open("/proc/self/maps", encoding="utf-8") as file:
         paths = {line.split(None, 5)[-1].strip() for line in file if "/dev/shm/mp" in line}
@@ -79,7 +85,7 @@ def run(argv: list[str] | None) -> int:
         FAIL[kind]()
         time.sleep(60)
     else:
-        {"mpi": wait_in_mpi, "shared": wait_in_shared_memory}[place](world, replica)
+        {"mpi": wait_in_mpi, "shared": wait_in_shared_memory, "sending": wait_for_another_thread}[place](world, replica)
     world.barrier_quiet()
     return 0
 
