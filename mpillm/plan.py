@@ -129,7 +129,8 @@ class Plan:
         if kind == "codes":
             codes, scales = self.rows_of("codes", w.k, np.int8), self.rows_of("scales", w.k // 32, np.float32)
             sums = self.rows_of("sums", w.k // 16, np.int32)
-            self.tape.add("quantise", _gemm.quantise_operation(), x, rows, w.k, codes, scales, sums)
+            operation = _fused.few_quantised() if self._is_fast(w) else _gemm.quantise_operation()
+            self.tape.add("quantise", operation, x, rows, w.k, codes, scales, sums)
             return codes, scales, sums
         if kind == "bf16":
             return self._rounded(x, w.k, rows), _NOTHING, none

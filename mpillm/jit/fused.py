@@ -13,7 +13,17 @@ from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.cache_rows import cache_kinds, finish_head
-from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, linear_part, quantised_part, reads
+from mpillm.jit.gemm import (
+    ELEMENTS,
+    F32_1,
+    INT,
+    VECTOR,
+    linear_part,
+    quantise_operation,
+    quantise_part,
+    quantised_part,
+    reads,
+)
 from mpillm.jit.isa import quantised, select
 from mpillm.jit.isa.amx import SCRATCH
 from mpillm.jit.isa.lanes import add_row, silu_mul_row
@@ -90,6 +100,19 @@ def _widened(few: Any, many: Any) -> Any:
                  panels)
 
     return widened
+
+
+@policy.helper
+def _few_quantised_part(part, parts, x, rows, k, codes, scales, sums):
+    """Codes of x where fast products take them: while rows are few."""
+    if rows < FAST_ROWS:
+        quantise_part(part, parts, x, rows, k, codes, scales, sums)
+
+
+@lru_cache(None)
+def few_quantised() -> Operation:
+    """Activations to q8_0 for fast products."""
+    return Operation(_few_quantised_part, "quantise_few", quantise_operation().kinds)
 
 
 def _linear_core(multiply: Any) -> Any:

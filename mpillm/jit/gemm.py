@@ -101,7 +101,7 @@ def quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase
 
 
 @policy.helper
-def _quantise_part(part, parts, x, rows, k, codes, scales, sums):
+def quantise_part(part, parts, x, rows, k, codes, scales, sums):
     for m in range(part * rows // parts, (part + 1) * rows // parts):
         quantise_row(x, m * k, k, codes, m * k, scales, m * (k // 32), sums, m * (k // 16))
 
@@ -136,7 +136,7 @@ def linear_operation(name: str) -> Operation:
 @lru_cache(None)
 def quantise_operation() -> Operation:
     """Activations to q8_0: int8 codes, float32 scales of 32-blocks, int32 sums of the codes of 16."""
-    return Operation(_quantise_part, "quantise", (VECTOR, INT, INT, types.int8[::1], F32_1, types.int32[::1]))
+    return Operation(quantise_part, "quantise", (VECTOR, INT, INT, types.int8[::1], F32_1, types.int32[::1]))
 
 
 NOTHING = np.zeros(0, np.float32)

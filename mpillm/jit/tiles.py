@@ -27,7 +27,8 @@ from mpillm.jit.isa.lanes import add_row
 from mpillm.jit.tape import Operation
 
 GROUP = 16             # panels whose outputs stay in the second cache while K goes by
-K_STRETCH = 320        # of K, at most: two panels of it and two row tiles stay in the first cache (measured)
+K_STRETCH = 640        # of K, at most: two panels of it stay in the first cache, a chunk of rows in the second
+BF16_STRETCH = 320     # the same with 32 rows beside them
 ROW_CHUNK = 512        # rows that share one pass over the weights
 FEW_PANELS = 4         # panels that a thread of avx512 takes at a time
 
@@ -208,7 +209,7 @@ def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, ro
     all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
     sums = room[at + OUTPUTS:at + SCRATCH].view(np.float32)
     # One block of rows reads each panel once, from end to end; more share a stretch that stays in cache.
-    stretches = max(1, (k_whole + K_STRETCH - 1) // K_STRETCH) if rows > 32 else 1
+    stretches = max(1, (k_whole + BF16_STRETCH - 1) // BF16_STRETCH) if rows > 32 else 1
     configured = 0                   # rows for which the tiles stand
     for first_row in range(0, rows, ROW_CHUNK):
         chunk = min(ROW_CHUNK, rows - first_row)

@@ -52,6 +52,10 @@ class Tiles:
     def load(self, tile: int, address: Any, stride: Any) -> None:
         v.call(self.b, "llvm.x86.tileloadd64", VOID, [I8(tile), address, stride])
 
+    def stream(self, tile: int, address: Any, stride: Any) -> None:
+        """Load what is not soon wanted again, without a place in the first cache for long."""
+        v.call(self.b, "llvm.x86.tileloaddt164", VOID, [I8(tile), address, stride])
+
     def store(self, tile: int, address: Any, stride: Any) -> None:
         v.call(self.b, "llvm.x86.tilestored64", VOID, [I8(tile), address, stride])
 
@@ -76,6 +80,9 @@ class EmulatedTiles(Tiles):
 
     def load(self, tile: int, address: Any, stride: Any) -> None:
         self._call("load", _emit_load, [self.room, I64(tile), address, stride])
+
+    def stream(self, tile: int, address: Any, stride: Any) -> None:
+        self.load(tile, address, stride)
 
     def store(self, tile: int, address: Any, stride: Any) -> None:
         self._call("store", _emit_store, [self.room, I64(tile), address, stride])
@@ -258,7 +265,8 @@ def _emit_bf16(b: ir.IRBuilder, shape: tuple, emulate: bool, fresh: Any, x_0: An
             for p in range(panels):
                 for tile in (PANELS + p, ROWS + r):
                     if tile in places:
-                        t.load(tile, b.bitcast(places.pop(tile), v.PTR), I64(64))
+                        load = t.stream if tile < PANELS else t.load
+                        load(tile, b.bitcast(places.pop(tile), v.PTR), I64(64))
                 t.multiply("tdpbf16ps", SUM + 2 * r + p, ROWS + r, PANELS + p)
     for tile, address in sums:
         t.store(tile, address, y_stride)
