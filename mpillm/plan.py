@@ -74,7 +74,7 @@ class Plan:
         self._tilings: dict[tuple, _Tiling] = {}
         self._n_blocks, self._shard = 0, (0, 1)
         self._angles: int | None = None
-        self.scratch_nbytes, self._room, self._tiles = scratch, _NOTHING, np.zeros(0, np.uint8)
+        self.scratch_nbytes, self._room = scratch, _NOTHING
         self.prompts = True     # rows of prompts may be in a step, not only generated ones
         self._branches: dict[int, dict[tuple, np.ndarray]] = {}
         self.part_branches: dict[int, dict[int, dict[tuple, np.ndarray]]] = {}      # of parts, by their capacity
@@ -214,9 +214,7 @@ class Plan:
 
     def scratch(self) -> np.ndarray:
         """Room of each thread for tiles."""
-        if self._tiles.size == 0:
-            self._tiles = allocate(_policy.threads() * TILES, np.uint8)
-        return self._tiles
+        return self.kept(("tiles", TILES), lambda: allocate(_policy.threads() * TILES, np.uint8))
 
     def rows_of(self, name: str, n: int, dtype: Any) -> np.ndarray:
         """Room for ``n`` values of each row, at first zeros."""

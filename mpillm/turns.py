@@ -35,9 +35,6 @@ class PlanPart(Plan):
     def thread_room(self, width: int) -> tuple[np.ndarray, int]:
         return self._whole.thread_room(width)
 
-    def scratch(self) -> np.ndarray:
-        return self._whole.scratch()
-
     def sums_room(self, n: int) -> np.ndarray:
         return self._whole.sums_room(n)
 

@@ -183,7 +183,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     if model.mla == 3 and share.heads:
         for each in (rows, rows // 2)[:1 + halves]:
             attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
-    tiles = threads * kernels.TILES if kernels.tier() == "amx" else 0
+    # Of a plan; mode 3 has one more without prompts, and one for stretches of prompts
+    tiles = (3 if model.mla == 3 else 1) * threads * kernels.TILES if kernels.tier() == "amx" else 0
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention + tiles
 
 

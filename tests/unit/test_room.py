@@ -54,8 +54,8 @@ def allocated(run: RunConfig, model, weights: Weights, split: Partition, rank: i
     for step in steps:
         rooms = [step.plan._buffers, *step.plan._branches.values(),
                  *(room for branches in step.plan.part_branches.values() for room in branches.values())]
-        assert not any(half._buffers or half._tiles.size for half in step.halves or ()), "rooms of their own"
-        nbytes += sum(array.nbytes for found in rooms for array in found.values()) + step.plan._tiles.nbytes
+        assert not any(half._buffers for half in step.halves or ()), "rooms of their own"
+        nbytes += sum(array.nbytes for found in rooms for array in found.values())
     return loaded.nbytes, sum(layer.nbytes for layer in cache), nbytes
 
 
