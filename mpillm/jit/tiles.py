@@ -17,8 +17,9 @@ from typing import Any
 from numba import types
 
 from mpillm.jit import policy
+from mpillm.jit.code_tiles import codes_tiles_core
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, quantised_part, reads
-from mpillm.jit.isa import amx_codes, select
+from mpillm.jit.isa import select
 from mpillm.jit.isa.amx import SCRATCH, bf16_block, configure, release
 from mpillm.jit.isa.avx512 import MOST_ROWS, bf16_rows
 from mpillm.jit.isa.generic import store_number
@@ -178,13 +179,7 @@ def tiles_core(name: str) -> Any:
             inner(part, parts, x, x, x, rows, k, w, w, panel_stride, 0, bias, y, n, tail, room)
 
         return bf16_amx_part
-    inner = _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
-
-    @policy.helper
-    def codes_amx_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room):
-        inner(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, 0, phase, bias, y, n, tail, room)
-
-    return codes_amx_part
+    return codes_tiles_core(name)
 
 
 FEW_ROWS = 8           # of quantised activations: up to here VPDPBUSD is quicker than tiles

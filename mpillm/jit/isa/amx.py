@@ -25,9 +25,9 @@ from mpillm.jit.isa.vector import F32, I8, I16, I32, I64, LANES, V16F, V16I
 VOID = ir.VoidType()
 TILE, CONFIG_BYTES = 1024, 64
 #: a thread's scratch, bytes from its start, 64-byte aligned: tiles and configuration that an emulation keeps,
-#: the configuration as it is loaded, integer sums (twice four tiles), float32 sums, unpacked codes
-LIVE, CONFIG, SUMS, TOTALS, CODES = 8192, 8256, 8320, 16512, 20608
-SCRATCH = CODES + 1024
+#: the configuration as it is loaded, and from ROOM on what amx_codes.py says
+LIVE, CONFIG, ROOM = 8192, 8256, 8320
+SCRATCH = ROOM + (66 << 10)
 SUM, ROWS, PANELS = 0, 4, 6
 #: bytes of weights asked for in advance, in each panel
 AHEAD = 4096
