@@ -39,14 +39,14 @@ def multiply(x, x_scales, x_offset, x_stride, rows, w, w_scales, w_offset, panel
 
 
 @policy.inlined
-def _clear(rows, columns, y, offset, stride):
+def clear(rows, columns, y, offset, stride):
     for m in range(rows):
         for i in range(columns):
             y[offset + m * stride + i] = 0
 
 
 @policy.inlined
-def _finish(rows, p, panels, partial, bias, y, n, tail):
+def finish(rows, p, panels, partial, bias, y, n, tail):
     """Copy a partly filled panel from ``tail``, and add the bias."""
     columns = min(16 * panels, n - 16 * p)
     for m in range(rows):
@@ -70,11 +70,11 @@ def linear_part(part, parts, x, x_scales, rows, k, w, w_scales, panel_stride, bi
         if partial and panels > 1:
             panels, partial = panels - 1, False
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
-        _clear(rows, 16 * panels, target, offset, stride)
+        clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
             multiply(x, x_scales, 0, k, rows, w, w_scales, p * panel_stride, panel_stride, panels,
                      k_start, min(k, k_start + stretch), target, offset, stride)
-        _finish(rows, p, panels, partial, bias, y, n, tail)
+        finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
 
@@ -90,13 +90,13 @@ def quantised_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase
         if partial and panels > 1:
             panels, partial = panels - 1, False
         target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
-        _clear(rows, 16 * panels, target, offset, stride)
+        clear(rows, 16 * panels, target, offset, stride)
         for k_start in range(0, k, stretch):
             for row in range(0, rows, quantised.MOST_ROWS):
                 blocks_by_panels(min(quantised.MOST_ROWS, rows - row), row, k, x, x_scales, x_sums, w, w_scales,
                                  phase, p, panels, k_start, min(k, k_start + stretch), target,
                                  offset + row * stride, stride)
-        _finish(rows, p, panels, partial, bias, y, n, tail)
+        finish(rows, p, panels, partial, bias, y, n, tail)
         p += panels
 
 

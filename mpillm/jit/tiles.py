@@ -18,17 +18,18 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
+from mpillm.jit.code_tiles import codes_tiles_core
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, quantised_part, reads
-from mpillm.jit.isa import amx_codes, select
-from mpillm.jit.isa.amx import OUTPUTS, SCRATCH, bf16_block, configure, release
+from mpillm.jit.isa import select
+from mpillm.jit.isa.amx import ROOM, SCRATCH, bf16_block, configure, release
 from mpillm.jit.isa.avx512 import MOST_ROWS, bf16_rows
 from mpillm.jit.isa.generic import copy_block, round_sixteen, store_number
 from mpillm.jit.isa.lanes import add_row
 from mpillm.jit.tape import Operation
 
 GROUP = 16             # panels whose outputs stay in the second cache while K goes by
-K_STRETCH = 640        # of K, at most: two panels of it stay in the first cache, a chunk of rows in the second
-BF16_STRETCH = 320     # the same with 32 rows beside them
+K_STRETCH = 512        # of K that several blocks of rows share in tier avx512
+BF16_STRETCH = 320     # of K, at most: two panels of it and 32 rows stay in the first cache
 ROW_CHUNK = 512        # rows that share one pass over the weights
 FEW_PANELS = 4         # panels that a thread of avx512 takes at a time
 
@@ -110,64 +111,6 @@ def bf16_avx512_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail)
         p += panels
 
 
-def _tiles_part(block: Any, wide: int, row_bytes: int, panel_rows: int) -> Any:
-    """The core of a linear layer over tiles: ``block`` of at most 32 rows and ``wide`` panels, any of the formats."""
-
-    @policy.helper
-    def pass_over(full, leads, x, x_scales, x_sums, first_row, rows, k, w, w_scales, p, panels, panel_stride,
-                  phase, k_start, k_stop, target, offset, stride, room, at):
-        """Blocks of 32 rows, or (``full`` 0) the one block of fewer; ``leads`` when nothing read the weights before."""
-        step = 32 if full else rows
-        for q in range(0, panels, wide):
-            beside = min(wide, panels - q)
-            for row in range(first_row, first_row + rows, step):
-                block(min(16, step), max(0, step - 16), beside, k_start == 0, leads and row == first_row, x, x_scales,
-                      x_sums, row, k, w, w_scales, p + q, panel_stride, phase, k_start, k_stop, target,
-                      offset + row * stride + 16 * q, stride, room, at)
-
-    @policy.helper
-    def tiles_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, panel_stride, phase, bias, y,
-                   n, tail, room):
-        all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
-        # One block of rows reads each panel once, from end to end.
-        stretch = K_STRETCH if rows > 32 else max(32, k_whole)
-        configured = 0                   # rows for which the tiles stand
-        for first_row in range(0, rows, ROW_CHUNK):
-            chunk = min(ROW_CHUNK, rows - first_row)
-            rest = chunk % 32
-            p, stop = part * all_panels // parts, (part + 1) * all_panels // parts
-            while p < stop:
-                panels = min(GROUP, stop - p)
-                partial = 16 * (p + panels) > n
-                if partial and panels > 1:
-                    panels, partial = panels - 1, False
-                target, offset, stride = (tail, 0, 16) if partial else (y, 16 * p, n)
-                if k == 0:
-                    for m in range(first_row, first_row + chunk):
-                        for i in range(16 * panels):
-                            target[offset + m * stride + i] = 0
-                for k_start in range(0, k_whole, stretch):
-                    k_stop = min(k_whole, k_start + stretch)
-                    for full in (1, 0):
-                        count = chunk - rest if full else rest
-                        if count == 0:
-                            continue
-                        size = 32 if full else rest
-                        if configured != size:
-                            configure(room, at, min(16, size), max(0, size - 16), row_bytes, panel_rows)
-                            configured = size
-                        start = first_row if full else first_row + chunk - rest
-                        pass_over(full, full or chunk == rest, x, x_scales, x_sums, start, count, k, w, w_scales,
-                                  p, panels, panel_stride, phase, k_start, k_stop, target, offset,
-                                  stride, room, at)
-                _finish(y, n, p, panels, first_row, chunk, tail, partial, bias)
-                p += panels
-        if configured:
-            release(room, at)
-
-    return tiles_part
-
-
 @policy.helper
 def _blocks_of_rows(full, leads, x, first_row, rows, k, w, p, panels, panel_stride, k_start, k_stop, sums, at_block,
                     blocks, room, at):
@@ -176,8 +119,8 @@ def _blocks_of_rows(full, leads, x, first_row, rows, k, w, p, panels, panel_stri
     for q in range(0, panels, 2):
         for row in range(0, rows, step):
             place = (q // 2 * blocks + at_block + row // 32) * 1024
-            bf16_block(min(16, step), max(0, step - 16), min(2, panels - q), k_start == 0, leads and row == 0, x, x, x,
-                       first_row + row, k, w, w, p + q, panel_stride, 0, k_start, k_stop, sums, place, 32, room, at)
+            bf16_block(min(16, step), max(0, step - 16), min(2, panels - q), k_start == 0, leads and row == 0, x,
+                       first_row + row, k, w, p + q, panel_stride, k_start, k_stop, sums, place, 32, room, at)
 
 
 @policy.helper
@@ -207,7 +150,7 @@ def bf16_amx_part(part, parts, x, rows, k, w, panel_stride, bias, y, n, tail, ro
     and share few sets of the cache.
     """
     all_panels, k_whole, at = (n + 15) // 16, (k + 31) // 32 * 32, part * SCRATCH
-    sums = room[at + OUTPUTS:at + SCRATCH].view(np.float32)
+    sums = room[at + ROOM:at + SCRATCH].view(np.float32)
     # One block of rows reads each panel once, from end to end; more share a stretch that stays in cache.
     stretches = max(1, (k_whole + BF16_STRETCH - 1) // BF16_STRETCH) if rows > 32 else 1
     configured = 0                   # rows for which the tiles stand
@@ -252,13 +195,7 @@ def tiles_core(name: str) -> Any:
     """
     if name == "bf16":
         return bf16_amx_part
-    inner = _tiles_part(amx_codes.codes_block(name), amx_codes.FORMATS[name].wide, 32, 8)
-
-    @policy.helper
-    def codes_amx_part(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, phase, bias, y, n, tail, room):
-        inner(part, parts, x, x_scales, x_sums, rows, k, w, w_scales, 0, phase, bias, y, n, tail, room)
-
-    return codes_amx_part
+    return codes_tiles_core(name)
 
 
 FEW_ROWS = 8           # of quantised activations: up to here VPDPBUSD is quicker than tiles

@@ -25,10 +25,10 @@ from mpillm.jit.isa.vector import F32, I8, I16, I32, I64, LANES, V16F, V16I
 VOID = ir.VoidType()
 TILE, CONFIG_BYTES = 1024, 64
 #: a thread's scratch, bytes from its start, 64-byte aligned: tiles and configuration that an emulation keeps,
-#: the configuration as it is loaded, integer sums (twice four tiles), float32 sums, unpacked codes, and sums of
-#: bf16 products, 4096 bytes for 32 rows of two panels
-LIVE, CONFIG, SUMS, TOTALS, CODES, OUTPUTS = 8192, 8256, 8320, 16512, 20608, 21632
-SCRATCH = OUTPUTS + (512 << 10)
+#: the configuration as it is loaded, and from ROOM on what amx_codes.py says, or sums of bf16 products, 4096 bytes
+#: for 32 rows of two panels
+LIVE, CONFIG, ROOM = 8192, 8256, 8320
+SCRATCH = ROOM + (512 << 10)
 SUM, ROWS, PANELS = 0, 4, 6
 #: bytes of weights asked for in advance, in each panel
 AHEAD = 4096
@@ -273,19 +273,19 @@ def _emit_bf16(b: ir.IRBuilder, shape: tuple, emulate: bool, fresh: Any, x_0: An
 
 
 @intrinsic
-def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_sums, row, k, w, w_scales, panel,
-               panel_stride, phase, k_start, k_stop, y, y_offset, y_stride, room, offset):
+def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, row, k, w, panel, panel_stride, k_start, k_stop, y,
+               y_offset, y_stride, room, offset):
     """y[size_0 + size_1, 16 * panels] (+)= x[row:, k_start:k_stop] @ bf16 panels; as tiles are configured.
 
     size_0 of 1 to 16 rows, size_1 of 0 to 16, then with 16 in size_0; 1 or 2 panels; ``row`` a multiple of 16.
     x uint16 [row tile][ceil(k / 32)][its rows][32], w uint16 [panels][k/2][16][2], k_start and k_stop in 32s, a
     panel_stride of elements that covers them. ``fresh``: 1 sets y, 0 adds to it; ``ahead``: 1 asks for weights in
-    advance. The arguments without use here are those of codes_block.
+    advance.
     """
     def codegen(context, b, signature, arguments):
-        (size_0, size_1, panels, fresh, ahead, x, _, _, row, k, w, _, panel, panel_stride, _, k_start, k_stop, y,
-         y_offset, y_stride, room, offset) = arguments
-        x, w, y, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (5, 10, 17, 20))
+        (size_0, size_1, panels, fresh, ahead, x, row, k, w, panel, panel_stride, k_start, k_stop, y, y_offset,
+         y_stride, room, offset) = arguments
+        x, w, y, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (5, 8, 13, 16))
         row_length = b.and_(b.add(k, I64(31)), I64(-32))
         xs = []
         for above, size in ((row, size_0), (b.add(row, I64(LANES)), size_1)):
@@ -303,5 +303,4 @@ def bf16_block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_s
         return context.get_dummy_value()
 
     i = types.intp
-    return types.void(i, i, i, i, i, x, x_scales, x_sums, i, i, w, w_scales, i, i, i, i, i, y, i, i, room,
-                      i), codegen
+    return types.void(i, i, i, i, i, x, i, i, w, i, i, i, i, y, i, i, room, i), codegen

@@ -2,7 +2,9 @@
 
 The integer sums of a block for 16 rows and 16 outputs come from one tile product (or two, where a block has two
 scales); they go through the thread's scratch and are scaled 16 outputs at a time, in the arithmetic of the other
-tiers. The next block's product is started before the sums of the one before are scaled.
+tiers. Scaling takes longer than multiplying: a conversion, a product and an fma for each 16 sums. So a few blocks form
+a group: their sums are added to an output while it is in a register, and between the rows that are scaled the tiles
+make the sums of the next group.
 """
 
 from __future__ import annotations
@@ -18,18 +20,31 @@ from numba.extending import intrinsic
 
 from mpillm.jit.isa import select
 from mpillm.jit.isa import vector as v
-from mpillm.jit.isa.amx import CODES, PANELS, ROWS, SUM, SUMS, TILE, TOTALS, shapes_function, tiles
+from mpillm.jit.isa.amx import PANELS, ROOM, ROWS, SCRATCH, SUM, TILE, shapes_function, tiles
 from mpillm.jit.isa.vector import F32, I8, I16, I32, I64, LANES, V16F, V16H, V16I
 
 BLOCK, SUPER = 32, 8           # values of a block, blocks of a super-block
+MOST_ROWS, MOST_BLOCKS = 32, 20     # of a call
 #: bytes of codes asked for in advance, in each panel
 AHEAD = 2048
-V64B, V16B = ir.VectorType(I8, 64), ir.VectorType(I8, LANES)
+#: a row's sums of both columns of tiles; those of a block, which do not fall on the same cache lines as the next one's
+LINE = 2 * 64
+PLANE = MOST_ROWS * LINE + LINE
+#: the scratch behind amx.ROOM: packed rows, their scales and sums of codes, [block][MOST_ROWS], f32 outputs, unpacked
+#: codes of two blocks, integer sums of two groups
+PACKED = ROOM
+X_SCALES = PACKED + MOST_ROWS * BLOCK * MOST_BLOCKS
+X_SUMS = X_SCALES + 4 * MOST_ROWS * MOST_BLOCKS
+TOTALS = X_SUMS + 4 * MOST_ROWS * MOST_BLOCKS
+CODES = TOTALS + PLANE
+SUMS = CODES + 2 * TILE
+assert SUMS + 2 * 4 * PLANE <= SCRATCH, "the scratch is too small"
+V64B, V32B, V16B = (ir.VectorType(I8, count) for count in (64, 32, LANES))
 
 
 @dataclass(frozen=True)
 class XBlock:
-    """A row's block of activations: its scale in 16 lanes, and the sum of its codes (i32, loaded when asked)."""
+    """A row's block of activations: its scale, and the sum of its codes (i32, loaded when asked), in 16 lanes."""
 
     scale: Any
     total: Callable[[], Any]
@@ -52,6 +67,7 @@ class Codes:
     bytes are meant. ``tile(b, codes, room)`` gives the addresses of the parts' tiles [8][16][4], 64 bytes a row: in
     place, or unpacked into ``room`` (1024 bytes for all parts of all panels). ``scales(b, place)`` loads what the
     block needs, once for all rows; ``add(b, total, sums, scales, x)`` adds one row's block to 16 outputs.
+    ``group`` blocks are scaled together, as far as their scales stay in registers.
     """
 
     name: str
@@ -63,6 +79,7 @@ class Codes:
     add: Callable[[ir.IRBuilder, Any, list, list, XBlock], Any]
     parts: int = 1
     signed: bool = True
+    group: int = 4
 
     @property
     def wide(self) -> int:
@@ -94,15 +111,14 @@ def _add_plain(b: ir.IRBuilder, total: Any, sums: list, scales: list, x: XBlock)
 def _add_with_minimum(b: ir.IRBuilder, total: Any, sums: list, scales: list, x: XBlock) -> Any:
     """q4_1: then + (f32(X) * xs) * m, with X the sum of the row's codes."""
     total = _add_scaled(b, total, sums[0], scales[0], x)
-    whole = v.splat(b, b.sitofp(x.total(), F32), V16F)
-    return v.fma(b, b.fmul(whole, x.scale), scales[1], total)
+    return v.fma(b, b.fmul(b.sitofp(x.total(), V16F), x.scale), scales[1], total)
 
 
 def _add_q4_k(b: ir.IRBuilder, total: Any, sums: list, scales: list, x: XBlock) -> Any:
     """f32(S sc) * (d * xs), then f32(X mn) * -(dmin * xs)."""
     small, minimum, d, d_min = scales
     total = _add_scaled(b, total, b.mul(sums[0], small), d, x)
-    least = b.mul(v.splat(b, x.total(), V16I), minimum)
+    least = b.mul(x.total(), minimum)
     return v.fma(b, b.sitofp(least, V16F), b.fneg(b.fmul(d_min, x.scale)), total)
 
 
@@ -157,24 +173,22 @@ FORMATS = {codes.name: codes for codes in (
     Codes("q4_1", 256, 32, 0, _tile_of_nibbles(0), lambda b, at: _halves(b, at.own, 2), _add_with_minimum,
           signed=False),
     Codes("q4_K", 256, 16, 32, _tile_of_nibbles(0),
-          lambda b, at: [*_small(b, at.own, False), *_halves(b, at.above, 2)], _add_q4_k, signed=False),
+          lambda b, at: [*_small(b, at.own, False), *_halves(b, at.above, 2)], _add_q4_k, signed=False, group=2),
     Codes("q6_K", 384, 16, 16, _tiles_of_q6_k,
-          lambda b, at: [*_small(b, at.own, True), *_halves(b, at.above, 1)], _add_q6_k, parts=2),
+          lambda b, at: [*_small(b, at.own, True), *_halves(b, at.above, 1)], _add_q6_k, parts=2, group=4),
 )}
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """The arguments of the LLVM function; addresses of the first row and panel in question, y_stride in bytes."""
+    """The arguments of the LLVM function; addresses of the first panel in question, y_stride in bytes."""
 
     fresh: Any
+    ahead: Any
     rows_0: Any
     rows_1: Any
     blocks: Any
     phase: Any
-    x: Any
-    x_scales: Any
-    x_sums: Any
     w: Any
     scales: Any
     start: Any
@@ -184,7 +198,7 @@ class _Operands:
     room: Any
 
 
-POINTERS = ("x", "x_scales", "x_sums", "w", "scales", "y", "room")
+POINTERS = ("w", "scales", "y", "room")
 
 
 def codes_function(module: ir.Module, codes: Codes, emulate: bool) -> ir.Function:
@@ -205,59 +219,66 @@ class _Block:
         self.b, self.codes, self.o = b, codes, o
         self.row_tiles, self.panels = shape
         self.tiles = tiles(b, o.room, emulate)
+        self.rows = b.add(o.rows_0, o.rows_1)
+        self.stride, self.behind = scale_words(b, codes, o.blocks, o.phase)
 
     def emit(self) -> None:
-        b, o = self.b, self.o
+        b, o, group = self.b, self.o, self.codes.group
         self._totals(load=True)
-        with b.if_then(b.icmp_signed("<", o.start, o.stop)):
-            self._products(o.start)
-            with cgutils.for_range_slice(b, b.add(o.start, I64(1)), o.stop, I64(1), I64) as (block, _):
-                self._products(block)
-                self._scale(b.sub(block, I64(1)))
-            self._scale(b.sub(o.stop, I64(1)))
+        whole = b.sub(b.sub(o.stop, o.start), b.srem(b.sub(o.stop, o.start), I64(group)))
+        middle = b.add(o.start, whole)
+        with b.if_then(b.icmp_signed("<", o.start, middle)):
+            for i in range(group):
+                self._products(b.add(o.start, I64(i)), i, self._buffer(o.start))
+            with cgutils.for_range_slice(b, b.add(o.start, I64(group)), middle, I64(group), I64) as (block, _):
+                self._scale(b.sub(block, I64(group)), group, block)
+            self._scale(b.sub(middle, I64(group)), group, None)
+        with cgutils.for_range_slice(b, middle, o.stop, I64(1), I64) as (block, _):
+            self._products(block, 0, self._buffer(middle))
+            self._scale(block, 1, None, self._buffer(middle))
         self._totals(load=False)
-
-    def _rows(self, row_tile: int) -> Any:
-        return (self.o.rows_0, self.o.rows_1)[row_tile]
 
     def _at(self, base: Any, *offsets: Any) -> Any:
         for offset in offsets:
             base = v.at(self.b, base, I64(offset) if isinstance(offset, int) else offset, I8)
         return self.b.bitcast(base, v.PTR)
 
-    def _sums(self, block: Any, tile: int) -> Any:
-        """Where a tile's integer sums go: two places, taken in turn."""
-        turn = self.b.mul(self.b.and_(block, I64(1)), I64(4 * TILE))
-        return self._at(self.o.room, SUMS + tile * TILE, turn)
+    def _buffer(self, block: Any) -> Any:
+        """Where the sums of the group from ``block`` on go: two places, taken in turn."""
+        b, group = self.b, self.codes.group
+        turn = b.and_(b.sdiv(b.sub(block, self.o.start), I64(group)), I64(1))
+        return self._at(self.o.room, SUMS, b.mul(turn, I64(group * PLANE)))
 
     def _totals(self, load: bool) -> None:
         """y to the scratch (zeros where it is fresh), or back."""
         b, o = self.b, self.o
-        for r in range(self.row_tiles):
+        with cgutils.for_range(b, self.rows) as row:
             for p in range(self.panels):
-                with cgutils.for_range(b, self._rows(r)) as row:
-                    here = self._at(o.room, TOTALS + (2 * r + p) * TILE, b.mul(row.index, I64(64)))
-                    there = self._at(o.y, b.mul(b.add(row.index, I64(LANES * r)), o.y_stride), 64 * p)
-                    if not load:
-                        v.store(b, v.load(b, V16F, here, 4), there, 4)
-                        continue
-                    with b.if_else(b.icmp_signed("!=", o.fresh, I64(0))) as (sets, adds):
-                        with sets:
-                            v.store(b, v.constant(V16F, 0.0), here, 4)
-                        with adds:
-                            v.store(b, v.load(b, V16F, there, 4), here, 4)
+                here = self._at(o.room, TOTALS + 64 * p, b.mul(row.index, I64(LINE)))
+                there = self._at(o.y, b.mul(row.index, o.y_stride), 64 * p)
+                if not load:
+                    v.store(b, v.load(b, V16F, here, 4), there, 4)
+                    continue
+                with b.if_else(b.icmp_signed("!=", o.fresh, I64(0))) as (sets, adds):
+                    with sets:
+                        v.store(b, v.constant(V16F, 0.0), here, 4)
+                    with adds:
+                        v.store(b, v.load(b, V16F, there, 4), here, 4)
 
-    def _products(self, block: Any) -> None:
+    def _products(self, block: Any, plane: int, buffer: Any) -> None:
         """The integer sums of a block for all rows and panels, stored."""
         b, o, t, parts = self.b, self.o, self.tiles, self.codes.parts
-        for r in range(self.row_tiles):
-            k = b.mul(o.blocks, I64(BLOCK))
-            t.load(ROWS + r, self._at(o.x, b.mul(k, I64(LANES * r)), b.mul(block, I64(BLOCK))), k)
+        packed = self._at(o.room, PACKED)
+        here = b.sub(block, o.start)
+        for r, rows in enumerate((o.rows_0, o.rows_1)[:self.row_tiles]):
+            before = b.mul(b.sub(o.stop, o.start), I64(LANES * BLOCK * r))
+            t.load(ROWS + r, self._at(packed, before, b.mul(here, b.mul(rows, I64(BLOCK)))), I64(BLOCK))
         for p in range(self.panels):
             along = b.mul(block, I64(self.codes.block_bytes))
             codes = self._at(o.w, b.mul(o.blocks, I64(self.codes.block_bytes * p)), along)
-            for line in range(0, self.codes.block_bytes, 64):
-                v.prefetch(b, codes, AHEAD + line)
+            with b.if_then(b.icmp_signed("!=", o.ahead, I64(0))):
+                for line in range(0, self.codes.block_bytes, 64):
+                    v.prefetch(b, codes, AHEAD + line)
             room = self._at(o.room, CODES + p * 512)
             for part, address in enumerate(self.codes.tile(b, codes, room)):
                 t.load(PANELS + p * parts + part, address, I64(64))
@@ -266,35 +287,48 @@ class _Block:
                 tile = SUM + 2 * r + column
                 t.zero(tile)
                 t.multiply("tdpbssd" if self.codes.signed else "tdpbsud", tile, ROWS + r, PANELS + column)
-                t.store(tile, self._sums(block, tile), I64(64))
+                t.store(tile, self._at(buffer, plane * PLANE + r * LANES * LINE + 64 * column), I64(LINE))
 
-    def _scale(self, block: Any) -> None:
-        """Add a block's sums to the totals."""
-        b, o, parts = self.b, self.o, self.codes.parts
-        for p in range(self.panels):
-            scales = self.codes.scales(b, self._place(p, block))
-            for r in range(self.row_tiles):
-                with cgutils.for_range(b, self._rows(r)) as row:
-                    along = b.mul(row.index, I64(64))
-                    sums = [v.load(b, V16I, v.at(b, self._sums(block, SUM + 2 * r + p * parts + part), along, I8), 4)
-                            for part in range(parts)]
-                    at = self._at(o.room, TOTALS + (2 * r + p) * TILE, along)
-                    x = self._x(b.add(b.mul(b.add(row.index, I64(LANES * r)), o.blocks), block))
-                    v.store(b, self.codes.add(b, v.load(b, V16F, at, 4), sums, scales, x), at, 4)
+    def _scale(self, first: Any, count: int, following: Any, buffer: Any = None) -> None:
+        """Add the sums of ``count`` blocks to the totals; between the rows make those of the ``following`` group."""
+        b = self.b
+        buffer = self._buffer(first) if buffer is None else buffer
+        blocks = [b.add(first, I64(i)) for i in range(count)]
+        scales = [[self.codes.scales(b, self._place(p, block)) for p in range(self.panels)] for block in blocks]
+        steps = 1 if following is None else count
+        for step in range(steps):
+            if following is not None:
+                self._products(b.add(following, I64(step)), step, self._buffer(following))
+            begin, end = (b.sdiv(b.mul(self.rows, I64(i)), I64(steps)) for i in (step, step + 1))
+            with cgutils.for_range_slice(b, begin, end, I64(1), I64) as (row, _):
+                self._scale_row(row, blocks, scales, buffer)
+
+    def _scale_row(self, row: Any, blocks: list, scales: list, buffer: Any) -> None:
+        b, parts = self.b, self.codes.parts
+        along = b.mul(row, I64(LINE))
+        places = [self._at(self.o.room, TOTALS + 64 * p, along) for p in range(self.panels)]
+        totals = [v.load(b, V16F, place, 4) for place in places]
+        for plane, block in enumerate(blocks):
+            x = self._x(b.add(b.mul(b.sub(block, self.o.start), I64(MOST_ROWS)), row))
+            for p in range(self.panels):
+                sums = [v.load(b, V16I, self._at(buffer, plane * PLANE + 64 * (p * parts + part), along), 4)
+                        for part in range(parts)]
+                totals[p] = self.codes.add(b, totals[p], sums, scales[plane][p], x)
+        for place, total in zip(places, totals, strict=True):
+            v.store(b, total, place, 4)
 
     def _place(self, p: int, block: Any) -> Place:
         b, o, codes = self.b, self.o, self.codes
-        stride, behind = scale_words(b, codes, o.blocks, o.phase)
-        panel = v.at(b, o.scales, b.mul(stride, I64(p)), I16)
+        panel = v.at(b, o.scales, b.mul(self.stride, I64(p)), I16)
         number = b.sdiv(b.add(o.phase, block), I64(SUPER))
         return Place(v.at(b, panel, b.mul(block, I64(codes.words)), I16),
-                     v.at(b, panel, b.add(behind, b.mul(number, I64(codes.super_words))), I16))
+                     v.at(b, panel, b.add(self.behind, b.mul(number, I64(codes.super_words))), I16))
 
     def _x(self, number: Any) -> XBlock:
-        b, o = self.b, self.o
-        scale = v.splat(b, v.load(b, F32, v.at(b, o.x_scales, number, F32), 4), V16F)
-        halves = [v.at(b, o.x_sums, b.add(b.mul(number, I64(2)), I64(i)), I32) for i in (0, 1)]
-        return XBlock(scale, lambda: b.add(*(v.load(b, I32, half, 4) for half in halves)))
+        b, room = self.b, self.o.room
+        scale = v.load(b, F32, v.at(b, self._at(room, X_SCALES), number, F32), 4)
+        return XBlock(v.splat(b, scale, V16F), lambda: v.splat(
+            b, v.load(b, I32, v.at(b, self._at(room, X_SUMS), number, I32), 4), V16I))
 
 
 def scale_words(b: ir.IRBuilder, codes: Codes, blocks: Any, phase: Any) -> tuple[Any, Any]:
@@ -304,34 +338,63 @@ def scale_words(b: ir.IRBuilder, codes: Codes, blocks: Any, phase: Any) -> tuple
     return b.add(behind, b.mul(supers, I64(codes.super_words))), behind
 
 
-def codes_block(name: str) -> Any:
-    """The intrinsic of a format: y[rows, 16 * panels] (+)= x[row:, k_start:k_stop] @ panels of codes.
+@intrinsic
+def pack_rows(typingctx, x, x_scales, x_sums, row, size_0, size_1, blocks, start, stop, room, offset):
+    """Rows ``row`` ... of x, blocks start ... stop - 1 of ``blocks``, into a thread's scratch for :func:`codes_block`.
 
-    Arguments as for amx.bf16_block, but: x int8 codes [rows][k], x_scales f32 and x_sums i32 [rows][k/32] and
-    [rows][k/16] (sums of 16 codes each), w and w_scales (int16 words) whole matrices, ``phase``: the number of their
-    first block within a super-block; at most ``Codes.wide`` panels.
+    x int8 codes [rows][k], x_scales f32 [rows][k/32], x_sums i32 [rows][k/16], sums of 16 codes each. Codes become
+    [row tile][block][its rows][32], scales and sums of 32 codes [block][MOST_ROWS].
+    """
+    def codegen(context, b, signature, arguments):
+        x, x_scales, x_sums, row, size_0, size_1, blocks, start, stop, room, offset = arguments
+        x, x_scales, x_sums, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 1, 2, 9))
+        room, count = v.at(b, room, offset, I8), b.sub(stop, start)
+        scales, sums = (v.at(b, room, I64(place), I8) for place in (X_SCALES, X_SUMS))
+        with cgutils.for_range(b, b.add(size_0, size_1)) as turn:
+            second = b.icmp_signed(">=", turn.index, I64(LANES))
+            size = b.select(second, size_1, size_0)
+            base = b.select(second, b.mul(count, I64(LANES * BLOCK)), I64(0))
+            line = b.add(base, b.mul(b.and_(turn.index, I64(LANES - 1)), I64(BLOCK)))
+            first = b.add(b.mul(b.add(row, turn.index), blocks), start)
+            with cgutils.for_range(b, count) as loop:
+                number = b.add(first, loop.index)
+                codes = v.load(b, V32B, v.at(b, x, b.mul(number, I64(BLOCK)), I8), 1)
+                to = b.add(line, b.mul(loop.index, b.mul(size, I64(BLOCK))))
+                v.store(b, codes, v.at(b, room, b.add(I64(PACKED), to), I8), 1)
+                to = b.add(b.mul(loop.index, I64(MOST_ROWS)), turn.index)
+                v.store(b, v.load(b, F32, v.at(b, x_scales, number, F32), 4), v.at(b, scales, to, F32), 4)
+                halves = [v.load(b, I32, v.at(b, x_sums, b.add(b.mul(number, I64(2)), I64(i)), I32), 4) for i in (0, 1)]
+                v.store(b, b.add(*halves), v.at(b, sums, to, I32), 4)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(x, x_scales, x_sums, i, i, i, i, i, i, room, i), codegen
+
+
+def codes_block(name: str) -> Any:
+    """The intrinsic of a format: y[size_0 + size_1, 16 * panels] (+)= packed rows @ panels of codes, as configured.
+
+    size_0 of 1 to 16 rows, size_1 of 0 to 16, then with 16 in size_0, of :func:`pack_rows`; blocks start ... stop - 1
+    of ``blocks``, MOST_BLOCKS at most. w and w_scales (int16 words) are whole matrices, of which panels ``panel`` ...
+    are used, ``Codes.wide`` at most; ``phase``: the number of their first block within a super-block. ``fresh``: 1
+    sets y, 0 adds to it; ``ahead``: 1 asks for weights in advance. ``room`` uint8 [offset:offset + SCRATCH].
     """
     codes = FORMATS[name]
 
     @intrinsic
-    def block(typingctx, size_0, size_1, panels, fresh, ahead, x, x_scales, x_sums, row, k, w, w_scales, panel,
-              panel_stride, phase, k_start, k_stop, y, y_offset, y_stride, room, offset):
+    def block(typingctx, size_0, size_1, panels, fresh, ahead, blocks, w, w_scales, panel, phase, start, stop, y,
+              y_offset, y_stride, room, offset):
         def codegen(context, b, signature, arguments):
-            (size_0, size_1, panels, fresh, _, x, x_scales, x_sums, row, k, w, w_scales, panel, _, phase, k_start,
-             k_stop, y, y_offset, y_stride, room, offset) = arguments
-            x, x_scales, x_sums, w, w_scales, y, room = (
-                v.data(context, b, signature.args[i], arguments[i]) for i in (5, 6, 7, 10, 11, 17, 20))
-            blocks = b.sdiv(k, I64(BLOCK))
-            first = b.mul(row, blocks)
+            (size_0, size_1, panels, fresh, ahead, blocks, w, w_scales, panel, phase, start, stop, y, y_offset,
+             y_stride, room, offset) = arguments
+            w, w_scales, y, room = (v.data(context, b, signature.args[i], arguments[i]) for i in (6, 7, 12, 15))
             w_start = b.mul(b.mul(panel, blocks), I64(codes.block_bytes))
             scale_start = b.mul(panel, scale_words(b, codes, blocks, phase)[0])
-            places = {"x": (x, b.mul(row, k), I8), "x_scales": (x_scales, first, F32),
-                      "x_sums": (x_sums, b.mul(first, I64(2)), I32), "w": (w, w_start, I8),
-                      "scales": (w_scales, scale_start, I16), "y": (y, y_offset, F32), "room": (room, offset, I8)}
+            places = {"w": (w, w_start, I8), "scales": (w_scales, scale_start, I16), "y": (y, y_offset, F32),
+                      "room": (room, offset, I8)}
             values = {name: b.bitcast(v.at(b, *place), v.PTR) for name, place in places.items()}
-            operands = _Operands(fresh=fresh, rows_0=size_0, rows_1=size_1, blocks=blocks, phase=phase,
-                                 start=b.sdiv(k_start, I64(BLOCK)), stop=b.sdiv(k_stop, I64(BLOCK)),
-                                 y_stride=b.mul(y_stride, I64(4)), **values)
+            operands = _Operands(fresh=fresh, ahead=ahead, rows_0=size_0, rows_1=size_1, blocks=blocks, phase=phase,
+                                 start=start, stop=stop, y_stride=b.mul(y_stride, I64(4)), **values)
             two = b.zext(b.icmp_signed("!=", size_1, I64(0)), I64)
             shape = b.add(b.mul(two, I64(codes.wide)), b.sub(panels, I64(1)))
             fields = [getattr(operands, field) for field in _Operands.__dataclass_fields__]
@@ -339,7 +402,6 @@ def codes_block(name: str) -> Any:
             return context.get_dummy_value()
 
         i = types.intp
-        return types.void(i, i, i, i, i, x, x_scales, x_sums, i, i, w, w_scales, i, i, i, i, i, y, i, i, room,
-                          i), codegen
+        return types.void(i, i, i, i, i, i, w, w_scales, i, i, i, i, y, i, i, room, i), codegen
 
     return block

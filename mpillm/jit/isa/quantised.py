@@ -275,6 +275,17 @@ def _byte(b: ir.IRBuilder, shape: Shape, words: Any, i: int) -> Any:
     return b.sitofp(b.sub(code, v.constant(V16I, shape.offset)), V16F)
 
 
+def _nearest_code(b: ir.IRBuilder, value: Any) -> Any:
+    """16 floats to the nearest i32, halves away from 0, at most 127 in size; NaN gives 0."""
+    value = v.call(b, "llvm.round.v16f32", V16F, [value])
+    # In range before it is converted: a conversion that saturates goes lane by lane.
+    value = b.select(b.fcmp_ordered("ord", value, value), value, v.constant(V16F, 0.0))
+    for sign, limit in ((">", 127.0), ("<", -127.0)):
+        bound = v.constant(V16F, limit)
+        value = b.select(b.fcmp_ordered(sign, value, bound), bound, value)
+    return b.fptosi(value, V16I)
+
+
 @intrinsic
 def quantise_row(typingctx, x, x_offset, k, codes, code_offset, scales, scale_offset, sums, sum_offset):
     """q8_0 as ggml's reference: d = max|x| / 127 rounded to f16, q = round(x / d), halves away from 0.
@@ -291,19 +302,17 @@ def quantise_row(typingctx, x, x_offset, k, codes, code_offset, scales, scale_of
                      for i in (0, LANES)]
             sizes = [v.call(b, "llvm.fabs.v16f32", V16F, [part]) for part in parts]
             largest = v.tree(b, v.larger(b)(*sizes), v.larger(b))
-            # 0 where all is finite, NaN otherwise.
-            poison = v.tree(b, b.fadd(*(b.fsub(part, part) for part in parts)), b.fadd)
+            # 0 where a value is finite, NaN otherwise.
+            differences = b.fadd(*(b.fsub(part, part) for part in parts))
+            strange = b.bitcast(b.fcmp_unordered("uno", differences, differences), I16)
             d = b.fdiv(largest, F32(127.0))
             inverse = b.select(b.fcmp_ordered("==", d, F32(0.0)), F32(0.0), b.fdiv(F32(1.0), d))
             rounded = b.fpext(b.fptrunc(d, HALF), F32)
             rounded = b.select(b.fcmp_ordered("==", rounded, F32(float("inf"))), d, rounded)
-            v.store(b, b.fadd(rounded, poison), v.at(b, scales, b.add(scale_offset, loop.index), F32), 4)
+            rounded = b.select(b.icmp_unsigned("==", strange, I16(0)), rounded, F32(float("nan")))
+            v.store(b, rounded, v.at(b, scales, b.add(scale_offset, loop.index), F32), 4)
             for i, part in enumerate(parts):
-                q = v.call(b, "llvm.round.v16f32", V16F, [b.fmul(part, v.splat(b, inverse, V16F))])
-                q = v.call(b, "llvm.fptosi.sat.v16i32.v16f32", V16I, [q])
-                for sign, limit in ((">", 127), ("<", -127)):
-                    bound = v.constant(V16I, limit)
-                    q = b.select(b.icmp_signed(sign, q, bound), bound, q)
+                q = _nearest_code(b, b.fmul(part, v.splat(b, inverse, V16F)))
                 target = v.at(b, codes, b.add(b.add(code_offset, along), I64(LANES * i)), I8)
                 v.store(b, b.trunc(q, ir.VectorType(I8, LANES)), target, 1)
                 number = b.add(b.mul(loop.index, I64(2)), I64(i))
