@@ -79,7 +79,7 @@ class Codes:
     add: Callable[[ir.IRBuilder, Any, list, list, XBlock], Any]
     parts: int = 1
     signed: bool = True
-    group: int = 4
+    group: int = 2
 
     @property
     def wide(self) -> int:
