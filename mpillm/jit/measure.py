@@ -51,7 +51,7 @@ def _read_lines(typingctx, data, start, stop):
         with cgutils.for_range_slice(b, start, stop, I64(LINES), I64) as (line, _):
             address = v.at(b, base, b.mul(line, I64(64)), I8)
             for i in range(LINES):
-                value = v.load(b, V16I, v.at(b, address, I64(64 * i), I8), 64)
+                value = v.load(b, V16I, v.at(b, address, I64(64 * i), I8), 1)
                 b.store(b.xor(b.load(sums[i % 4], typ=V16I), value), sums[i % 4])
         total = v.constant(V16I, 0)
         for part in sums:
