@@ -71,6 +71,7 @@ def _model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-mode", choices=config.KV_MODES, default="redundant", help="as for run")
     model.add_argument("--collectives", choices=config.COLLECTIVES, default=config.COLLECTIVES[0], help="as for run")
     model.add_argument("--overlap", choices=config.OVERLAPS, default=config.OVERLAPS[0], help="as for run")
+    model.add_argument("--fast", action="store_true", help="as for run")
     model.add_argument("--mla", choices=config.MLA, default="auto", help="as for run")
     model.add_argument("--moe-split", choices=config.MOE_SPLITS, default="auto", help="as for run")
     model.add_argument("--prefill-chunk", type=_positive, metavar="N", help="as for run")
@@ -236,7 +237,7 @@ def _load(world: World, given: argparse.Namespace) -> Loaded:
     settings = config.RunConfig(
         prompts="", model=given.model, weights=given.weights, kv_type=given.kv_type, kv_type_v=given.kv_type_v,
         kv_mode=given.kv_mode, mla=given.mla, moe_split=given.moe_split, collectives=given.collectives,
-        overlap=given.overlap,
+        overlap=given.overlap, fast=given.fast,
         prefill_chunk=given.prefill_chunk, tp=world.size, max_batch=max(given.batch))
 
     def job() -> run.Job:
