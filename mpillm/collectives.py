@@ -15,12 +15,12 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mpillm.errors import MpillmError, UsageError
-from mpillm.jit.exchange import KV, MERGE
+from mpillm.jit.exchange import KV, MERGE, QUERIES
 from mpillm.machine import affinity, launch, memory, topology
 from mpillm.machine.courier import Courier
 from mpillm.machine.group import Group, Means, receive_pieces, send_pieces
@@ -407,22 +407,38 @@ def measure_all_reduce(replica: Replica, nbytes: int, repeats: int = 1000) -> fl
     return float(np.median(times[3:]))
 
 
-def row_parts(partition: Partition, row: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """What the ranks of a KV row exchange in each layer: before attention, and after it.
+class RowParts(NamedTuple):
+    """What the ranks of a KV row exchange in each layer, in order; empty: no exchange.
 
-    Before it K and V (of latent attention the latents' columns), and where the cache is sharded the queries, of which
-    all ranks then need all; after it, where it is sharded, outputs over each rank's positions and their log-sum-exps.
-    Empty: no exchange. Columns are counted over the model.
+    ``gather``: K and V, of latent attention the columns of the latents. Where the cache is sharded all ranks need all
+    queries: they travel with K and V, or as ``queries`` of their own, as those in the latent's space are made of whole
+    latents. ``merge``: there, outputs over each rank's positions and their log-sum-exps, after attention.
     """
+
+    gather: tuple[Part, ...] = ()
+    queries: tuple[Part, ...] = ()
+    merge: tuple[Part, ...] = ()
+
+
+def row_parts(partition: Partition, row: int) -> RowParts:
+    """What the ranks of a KV row exchange. Columns are counted over the model."""
     if partition.kv_mode == "redundant" or partition.width == 1:
-        return (), ()
-    size, shares = partition.sizes.head_dim, [partition.shares[rank] for rank in partition.row_ranks(row)]
+        return RowParts()
+    sizes, shares = partition.sizes, [partition.shares[rank] for rank in partition.row_ranks(row)]
+    latent, size = bool(sizes.latent_head), sizes.head_dim
     kv = Part(tuple(_pair(s.kv_columns) for s in shares), tuple(_pair(s.kv_heads.times(size)) for s in shares))
     if partition.places == 1:
-        return (kv,) if partition.sizes.latent_head else (kv, kv), ()
-    own, columns = (tuple(_pair(s.heads.times(n)) for s in shares) for n in (1, size))
-    heads, whole = (((each[0][0], each[-1][1]),) * len(shares) for each in (own, columns))
-    return (Part(columns, whole), kv, kv), (Part(whole, columns, stacked=True), Part(heads, own, stacked=True))
+        return RowParts((kv,) if latent else (kv, kv))
+
+    def own(n: int) -> tuple[tuple[int, int], ...]:
+        return tuple(_pair(s.heads.times(n)) for s in shares)
+
+    def whole(n: int) -> tuple[tuple[int, int], ...]:
+        return ((own(n)[0][0], own(n)[-1][1]),) * len(shares)
+
+    query, value = (sizes.latent_query, sizes.latent_value) if latent else (size, size)
+    queries, merge = Part(own(query), whole(query)), tuple(Part(whole(n), own(n), stacked=True) for n in (value, 1))
+    return RowParts((kv,), (queries,), merge) if latent else RowParts((queries, kv, kv), (), merge)
 
 
 def _pair(span: Span) -> tuple[int, int]:
@@ -432,8 +448,8 @@ def _pair(span: Span) -> tuple[int, int]:
 class KVExchange:
     """What the ranks of a KV row exchange in each layer, by ``row_parts``.
 
-    ``gather`` comes before attention, ``merge`` after. New K and V columns are computed once in the row. ``place``:
-    which of ``width`` shares of the positions this rank has; ``heads``: query heads of the row.
+    ``gather`` and ``queries`` come before attention, ``merge`` after. New K and V columns are computed once in the
+    row. ``place``: which of ``width`` shares of the positions this rank has; ``heads``: query heads of the row.
     """
 
     def __init__(self, replica: Replica, partition: Partition) -> None:
@@ -443,6 +459,7 @@ class KVExchange:
         assert group.rank == me.row_rank, "a row's ranks are not in the order of the partition"
         self.place, self.width = me.row_rank % partition.places, partition.places
         self.heads = partition.sizes.n_heads // partition.rows
-        before, after = row_parts(partition, me.row)
-        self.gather = Swap(group, before, KV, replica._timed)
-        self.merge = Swap(group, after, MERGE, replica._timed) if after else None
+        parts = row_parts(partition, me.row)
+        self.gather = Swap(group, parts.gather, KV, replica._timed)
+        self.queries, self.merge = (Swap(group, own, doing, replica._timed) if own else None
+                                    for own, doing in ((parts.queries, QUERIES), (parts.merge, MERGE)))

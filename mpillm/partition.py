@@ -95,6 +95,8 @@ class Sizes:
     dense_intermediate: int = 0  # feed-forward columns of these
     latent_head: int = 0         # latent attention: weights of a query head; head_dim counts the columns that all
                                  # heads share, the one KV head's; 0: K and V of each KV head
+    latent_query: int = 0        # columns of a head's query in the latent's space, where it attends there
+    latent_value: int = 0        # and of what it finds there
 
     def __post_init__(self) -> None:
         for name in ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate", "vocab",

@@ -18,7 +18,6 @@ from mpillm.config import RunConfig
 from mpillm.engine import cost, kvcache, room, setup
 from mpillm.engine.blocks import blocks_for
 from mpillm.engine.layout import row_swaps
-from mpillm.errors import UsageError
 from mpillm.models import latent_weights, registry
 from mpillm.models.config import ModelConfig
 from mpillm.models.load import LOADING_BYTES, QUANT_BLOCK, SUPER_BLOCKS, apart
@@ -161,15 +160,8 @@ class Subject:
         """Those that `run` runs."""
         if not self.model.latent:
             return [Mode(kv_mode) for kv_mode in KV_MODES]
-        return [mode for kv_mode in KV_MODES for mla in (range(4) if kv_mode == KV_MODES[0] else (3,))
-                if self._runs(mode := Mode(kv_mode, mla))]
-
-    def _runs(self, mode: Mode) -> bool:
-        try:
-            setup.decided(Asked().run(mode), self.model)
-        except UsageError:
-            return False
-        return True
+        best = {"redundant": range(4), "allgather": (3,), "sharded": (2,)}
+        return [Mode(kv_mode, mla) for kv_mode in KV_MODES for mla in best[kv_mode]]
 
     def figures(self) -> dict[str, Any]:
         """For people."""

@@ -194,7 +194,7 @@ def _latent(rank: _Rank, layer: int, buffers: Buffers) -> None:
         buffers.product(kind, _column_input(rank, kind, buffers), n=n)
     row = c.kv_rank + c.rope_dim
     if split.kv_mode != "redundant" and split.width > 1:
-        buffers.take("whole_latents", (c.q_rank + row) if heads else 0)
+        buffers.take("whole_latents", (c.q_rank + row) if heads or split.places > 1 else 0)
         if len(runs) > 1 and c.q_rank:
             buffers.take("own_latents", share.kv_columns.size)
     prefix = latent_weights.LAYER.format(layer)
@@ -220,6 +220,10 @@ def _latent(rank: _Rank, layer: int, buffers: Buffers) -> None:
             buffers.prepared("latent ", buffers.rows * heads, kind, k, gathered=True)
         buffers.threads_room(kernels.ROOM_WIDTH)
         buffers.take("tail", 16)
+    if split.places > 1:
+        for name, n in (("row_queries", c.n_heads * row), ("part", c.n_heads * c.kv_rank), ("part_sums", c.n_heads),
+                        ("parts", split.width * heads * c.kv_rank), ("parts_sums", split.width * heads)):
+            buffers.take(name, n)
     _row_input(rank, [f"{prefix}o_proj.weight"], share.heads.times(c.value_dim), buffers)
 
 

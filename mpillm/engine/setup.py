@@ -46,12 +46,15 @@ class LoadedModel:
     nbytes: int
 
 
+SHARDED_MLA = 1, 2         # modes of latent attention whose cache can be dealt out by positions
 LATENT_CHUNK = 4096        # prompt tokens in a step where the past is brought out of the latents for each
 
 
 def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]:
     """Both with what ``--mla auto`` means for this model: mode 3, with larger steps of prompts unless they are given.
 
+    Where the cache is sharded it is mode 2: mode 3 makes keys and values of all positions before a prompt's rows, of
+    which a rank then has a part.
     Raises UsageError for a mode that the model cannot have.
     """
     if not model.latent:
@@ -59,14 +62,15 @@ def decided(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig]
             raise UsageError(f"--mla {run.mla} is for models with latent attention (DeepSeek-V2, V3), and "
                              f"{model.architecture} has keys and values of each KV head: leave it out")
         return run, model
-    if run.kv_mode == "sharded":
-        raise UsageError("--kv-mode sharded is for models with keys and values of each KV head: for latent attention "
-                         "use redundant or allgather")
-    mode = 3 if run.mla == "auto" else int(run.mla)
+    sharded = run.kv_mode == "sharded"
+    mode = (2 if sharded else 3) if run.mla == "auto" else int(run.mla)
+    if sharded and mode not in SHARDED_MLA:
+        raise UsageError(f"--mla {mode} attends to keys and values of each head, --kv-mode sharded deals out latent "
+                         "rows: use --mla 1 or 2, or --kv-mode redundant or allgather")
     if mode > 1 and run.kv_type_v != run.kv_type:
         raise UsageError(f"--kv-type-v {run.kv_type_v}: --mla {mode} caches no values, they are part of the latent row "
                          f"that --kv-type {run.kv_type} is for: leave it out, or use --mla 0 or 1")
-    chunk = LATENT_CHUNK if run.mla == "auto" and run.prefill_chunk is None else run.chunk
+    chunk = LATENT_CHUNK if run.mla == "auto" and mode == 3 and run.prefill_chunk is None else run.chunk
     return (dataclasses.replace(run, mla=str(mode), prefill_chunk=chunk), dataclasses.replace(model, mla=mode))
 
 
@@ -178,8 +182,9 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
     attention = kernels.attention_room(threads, width, context_of(run, model), run.attention_scratch)
     if places > 1:       # the row's queries, keys and values, outputs over the positions here, own heads' of all places
         in_row = share.kv_heads.size * (model.n_heads // model.n_kv_heads)
-        widest += 2 * in_row * (model.head_dim + 1) + places * share.heads.size * (model.head_dim + 1)
-        widest += 2 * share.kv_heads.size * model.head_dim
+        query, value = (model.kv_rank + model.rope_dim, model.kv_rank) if model.latent else (model.head_dim,) * 2
+        widest += in_row * (query + value + 1) + places * share.heads.size * (value + 1)
+        widest += 0 if model.latent else 2 * share.kv_heads.size * model.head_dim
     if model.mla == 3 and share.heads:
         for each in (rows, rows // 2)[:1 + halves]:
             attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
@@ -218,7 +223,8 @@ def other_modes(run: RunConfig, model: ModelConfig, split: Split) -> str:
 
     if not model.latent:
         return ""
-    less = [mla for mla in (1, 2, 3) if needed(mla) < needed(model.mla)]
+    modes = SHARDED_MLA if split.partition.kv_mode == "sharded" else (1, 2, 3)
+    less = [mla for mla in modes if needed(mla) < needed(model.mla)]
     return "".join(f", --mla {mla} (which needs {format_size(needed(mla))} for a block instead of "
                    f"{format_size(needed(model.mla))})" for mla in less)
 

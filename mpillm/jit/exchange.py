@@ -43,8 +43,9 @@ HEADER = 2 * LINE
 # Places in a lane's line: meetings, exchanges, nanoseconds waited and spent in exchanges
 MEETINGS, TURNS, WAITED, SPENT = 0, 1, 2, 3
 #: what DOING names
-DOINGS = ("", "an all-reduce", "a gather", "a broadcast", "an exchange of K and V", "a merge of attention's parts")
-ALL_REDUCE, _GATHER, _BROADCAST, KV, MERGE = 1, 2, 3, 4, 5
+DOINGS = ("", "an all-reduce", "a gather", "a broadcast", "an exchange of K and V", "a merge of attention's parts",
+          "an exchange of queries")
+ALL_REDUCE, _GATHER, _BROADCAST, KV, MERGE, QUERIES = range(1, 7)
 ARRAYS = 3                      # that swap_columns takes together, at most
 NAP, NAP_LIMIT = 20, 500        # microseconds of the first sleep and of the longest
 NAP_GROWTH = 1.25               # of each next sleep: oversleeping stays below a quarter of the wait

@@ -31,6 +31,9 @@ class KVGather(Protocol):
     def gather(self) -> Swap: ...
 
     @property
+    def queries(self) -> Swap | None: ...
+
+    @property
     def merge(self) -> Swap | None: ...
 
 

@@ -12,17 +12,21 @@ mode  cached                                                                 how
                                                                              and values made of latents, as in 0
 ====  =====================================================================  ======================================
 
-Shape suffixes: T rows of a step, H query heads that are held here.
+Where the cache is sharded by positions (modes 1 and 2), each rank attends with all heads' queries in the latent's space
+to the positions that it holds, and the parts of a head are merged in that space by the rank that has its matrices.
+
+Shape suffixes: T rows of a step, H query heads that are held here; R of all ranks, whose P each hold a part of the
+positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mpillm import kernels
-from mpillm.kernels import LatentHeads, LayerCache, PackedMatrix
+from mpillm.kernels import Heads, LatentHeads, LayerCache, PackedMatrix
 from mpillm.layers.exchange import KVGather, record_swap
 from mpillm.layers.linear import ColumnLinear, RowLinear
 from mpillm.layers.norm import RMSNorm
@@ -65,10 +69,12 @@ class LatentAttention:
     def record(self, plan: kernels.Plan, cache: LayerCache, residual: np.ndarray, norm: RMSNorm | None,
                normed: np.ndarray) -> None:
         """Take what ``input`` holds, add the result to ``residual`` and leave its norm in ``normed``."""
-        parts = self._inputs(plan)
-        if self.heads.n_heads:
-            *queries, latents = parts
-            self._attend(plan, cache, self._queries(plan, queries[0]), latents)
+        *queries, latents = self._inputs(plan)
+        q_THD = self._queries(plan, queries[0]) if self.heads.n_heads else plan.buffer("queries", 0)
+        if self.gather is not None and self.gather.width > 1:
+            self._record_shard(plan, self.gather, cache, q_THD, latents)
+        elif self.heads.n_heads:
+            self._attend(plan, cache, q_THD, latents)
         self.output.record(plan, residual, norm, normed)
 
     def _inputs(self, plan: kernels.Plan) -> list[np.ndarray]:
@@ -113,24 +119,63 @@ class LatentAttention:
     def _attend(self, plan: kernels.Plan, cache: LayerCache, q_THD: np.ndarray, latents: np.ndarray) -> None:
         """The heads' results into what the output takes."""
         h = self.heads
-        own = self.latent_norm.weight, self.latent_norm.eps, h, q_THD
         if self.expand is not None:
-            kernels.record_rows(plan, latents, *own, None, plan.buffer("latent_input", h.kv_rank, whole=self.expand.k))
+            kernels.record_rows(plan, latents, self.latent_norm.weight, self.latent_norm.eps, h, q_THD, None,
+                                plan.buffer("latent_input", h.kv_rank, whole=self.expand.k))
             self._expand(plan, cache, self.expand, latents)
             plan.attention(q_THD, h.apart, cache, self.scale, 0, self.output.input(plan))
             return
-        assert self.matrices is not None, f"mode {self.mode} brings queries into the latent's space"
-        absorbed = plan.buffer("absorbed", h.n_heads * h.row)
-        kernels.record_rows(plan, latents, *own, absorbed)
-        plan.cache_write(latents, latents[:, :h.kv_rank] if self.mode == 1 else None, h.together, cache)
-        m, found, out = self.matrices, plan.buffer("latent_values", h.n_heads * h.kv_rank), self.output.input(plan)
-        apart = m.keys is not None
-        rows = kernels.GENERATED if apart else kernels.ROWS
-        kernels.record_by_heads(plan, q_THD, h.query, h.nope, m.absorb, h.n_heads, absorbed, h.row, h.kv_rank, rows)
+        m, found = self._matrices, plan.buffer("latent_values", h.n_heads * h.kv_rank)
+        absorbed, apart = self._absorbed(plan, cache, q_THD, latents, h.together), m.keys is not None
         plan.attention(absorbed, h.together, cache, self.scale, 0, found, generated=apart)
-        kernels.record_by_heads(plan, found, h.kv_rank, h.kv_rank, m.values, h.n_heads, out, h.value, h.value, rows)
+        out = self._values(plan, found)
         if m.keys is not None and plan.prompts:
             kernels.record_prompts(plan, q_THD, h, cache, kernels.PromptMatrices(m.keys, m.values), self.scale, out)
+
+    @property
+    def _matrices(self) -> LatentMatrices:
+        assert self.matrices is not None, f"mode {self.mode} brings queries into the latent's space"
+        return self.matrices
+
+    def _by_heads(self, plan: kernels.Plan, x: np.ndarray, steps: tuple[int, int], k: int, w: PackedMatrix,
+                  out: np.ndarray, n: int) -> None:
+        """``n`` outputs of ``k`` values of each head, whose columns stand ``steps`` apart in x and in out.
+
+        Where prompts attend in another way, only of rows behind them.
+        """
+        rows = kernels.ROWS if self._matrices.keys is None else kernels.GENERATED
+        kernels.record_by_heads(plan, x, steps[0], k, w, self.heads.n_heads, out, steps[1], n, rows)
+
+    def _absorbed(self, plan: kernels.Plan, cache: LayerCache, q_THD: np.ndarray, latents: np.ndarray,
+                  cached: Heads) -> np.ndarray:
+        """Queries in the latent's space [T, H * row]; the latent rows, normed and rotated, go into the cache."""
+        h, absorbed = self.heads, plan.buffer("absorbed", self.heads.n_heads * self.heads.row)
+        kernels.record_rows(plan, latents, self.latent_norm.weight, self.latent_norm.eps, h, q_THD, absorbed)
+        plan.cache_write(latents, latents[:, :h.kv_rank] if self.mode == 1 else None, cached, cache)
+        self._by_heads(plan, q_THD, (h.query, h.row), h.nope, self._matrices.absorb, absorbed, h.kv_rank)
+        return absorbed
+
+    def _values(self, plan: kernels.Plan, found: np.ndarray) -> np.ndarray:
+        """What the output takes, of what the heads found in the latent's space [T, H * kv_rank]."""
+        h, out = self.heads, self.output.input(plan)
+        self._by_heads(plan, found, (h.kv_rank, h.value), h.kv_rank, self._matrices.values, out, h.value)
+        return out
+
+    def _record_shard(self, plan: kernels.Plan, row: KVGather, cache: LayerCache, q_THD: np.ndarray,
+                      latents: np.ndarray) -> None:
+        """All ranks' heads over the positions held here; then each rank merges its own heads' parts."""
+        assert row.queries is not None and row.merge is not None, "a sharded cache is merged"
+        h, every = self.heads, replace(self.heads, n_heads=row.heads).together
+        absorbed = self._absorbed(plan, cache, q_THD, latents, every)
+        q_TRD, = record_swap(plan, row.queries, [absorbed], ["row_queries"])
+        part_TRD, sums_TR = plan.buffer("part", row.heads * h.kv_rank), plan.buffer("part_sums", row.heads)
+        plan.attention(q_TRD, every, cache, self.scale, 0, part_TRD, sums_TR)
+        parts, sums = record_swap(plan, row.merge, (part_TRD, sums_TR), ("parts", "parts_sums"))
+        if h.n_heads:
+            found = plan.buffer("latent_values", h.n_heads * h.kv_rank)
+            parts_PTHD, sums_PTH = (x.reshape(len(x), row.width, -1).swapaxes(0, 1) for x in (parts, sums))
+            plan.merge_shards(parts_PTHD, sums_PTH, found)
+            self._values(plan, found)
 
     def _expand(self, plan: kernels.Plan, cache: LayerCache, w: PackedMatrix, latents: np.ndarray) -> None:
         """Keys and values of each head of the latents, into the cache."""

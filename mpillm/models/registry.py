@@ -93,6 +93,7 @@ def sizes(config: ModelConfig, weights: Weights, asked: str) -> Sizes:
         vocab=config.vocab, column_unit=16 if set(down).isdisjoint(kernels.QUANTISED) else QUANT_BLOCK,
         bytes_attn=sum(map(attention_bytes, range(config.n_layers))) / config.n_layers,
         latent_head=_latent_head(config) if config.latent else 0,
+        latent_query=config.kv_rank + config.rope_dim, latent_value=config.kv_rank,
         bytes_ffn=(2 * mean(in_memory("gate_up")) + mean(down[:config.n_layers])) / 3,
         bytes_vocab=_BYTES[memory_format(weights, [head], asked)], experts=config.experts,
         experts_chosen=config.experts_chosen, shared=config.shared_experts, dense_layers=len(config.dense),

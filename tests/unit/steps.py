@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from mpillm import kernels
+from mpillm.collectives import row_parts
 from mpillm.engine import kvcache
 from mpillm.jit import policy
+from mpillm.machine.swap import Part
 from mpillm.models import registry
 from mpillm.models.load import Loader
 from mpillm.models.parse import open_model
 from mpillm.models.weights import Weights
-from mpillm.partition import Share, partition
+from mpillm.partition import Partition, partition
 
 TOKENS = np.array([1, 17, 260, 5, 88, 301, 42], np.int64)
 
@@ -31,13 +33,18 @@ class Sums:
         self.barrier = threading.Barrier(tp, timeout=60)
 
     def reduce(self, rank: int, array: np.ndarray) -> None:
+        first, *others = self.everyones(rank, array)
+        total = first.copy()
+        for part in others:
+            total += part
+        array[:] = total
+
+    def everyones(self, rank: int, array: np.ndarray) -> list[np.ndarray]:
         self.parts[rank] = array.copy()
         self.barrier.wait()
-        total = self.parts[0].copy()
-        for part in self.parts[1:]:
-            total += part
+        found = list(self.parts)
         self.barrier.wait()
-        array[:] = total
+        return found
 
 
 class Member:
@@ -50,6 +57,9 @@ class Member:
         if self.tp > 1:
             self._sums.reduce(self._rank, array)
 
+    def everyones(self, array: np.ndarray) -> list[np.ndarray]:
+        return self._sums.everyones(self._rank, array)
+
     def exchange_arguments(self) -> None:
         return None
 
@@ -57,39 +67,50 @@ class Member:
         pass
 
 
-class Gather:
-    """One rank's side of the exchange of a latent's columns; it is the one exchange that it has."""
+class Row:
+    """One rank's side of the exchanges of a KV row that is all of the ranks."""
 
-    def __init__(self, member: Member, shares: tuple[Share, ...], n: int) -> None:
-        self._member, self._own, self._n = member, shares[member._rank], n
-        self.gather, self.got = self, [n if self._own.kv_heads else 0]
+    def __init__(self, member: Member, split: Partition) -> None:
+        place = split.shares[member._rank].row_rank
+        self.place, self.width, self.heads = place % split.places, split.places, split.sizes.n_heads
+        self.gather, self.queries, self.merge = (Exchange(member, parts) if parts else None
+                                                 for parts in row_parts(split, 0))
+
+
+class Exchange:
+    """One rank's side of an exchange of columns."""
+
+    def __init__(self, member: Member, parts: tuple[Part, ...]) -> None:
+        self._member, self._parts = member, parts
+        self.got = [part.result(member._rank) for part in parts]
 
     def run(self, arrays: list[np.ndarray], out: list[np.ndarray]) -> None:
-        whole = np.zeros((len(arrays[0]), self._n), np.float32)         # one term of each sum is not zero
-        whole[:, self._own.kv_columns.start:self._own.kv_columns.stop] = arrays[0]
-        self._member.all_reduce(whole)
-        out[0][:] = whole[:, :self.got[0]]
+        for part, x, y in zip(self._parts, arrays, out, strict=True):
+            for sender, its in enumerate(self._member.everyones(x)):
+                start, count, to = part.message(sender, self._member._rank)
+                begin = start - part.owned[sender][0]
+                y[:, to:to + count] = its[:, begin:begin + count]
 
     def exchange_arguments(self) -> None:
         return None
 
 
 def logits_of_splits(folder: Path, asked: str, counts: tuple[int, ...], tokens: np.ndarray = TOKENS, mla: int = 0,
-                     kv_mode: str = "redundant") -> dict[int, np.ndarray]:
-    """Logits float32 [tokens, vocab] of ``tokens``, cached in float32, for each count of ranks.
+                     kv_mode: str = "redundant", kv_type: str = "f32") -> dict[int, np.ndarray]:
+    """Logits float32 [tokens, vocab] of ``tokens`` in one step, for each count of ranks.
 
-    Each rank must hold the bytes that were planned. Raises what a rank raises. The last ``tokens`` are taken as
-    generated ones; they are fewer than a block.
+    Each rank must hold the bytes that were planned. Raises what a rank raises. In mode 3 the last ``tokens`` are taken
+    as generated ones. Where the cache is sharded the sequence begins at the second place.
     """
     config, checkpoint = open_model(str(folder))
     config = dataclasses.replace(config, mla=mla)
     with contextlib.closing(checkpoint), pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy._Threads, "count", 1)
         weights = Weights(checkpoint, config)
-        return {tp: _logits(config, weights, asked, tp, tokens, kv_mode) for tp in counts}
+        return {tp: _logits(config, weights, asked, tp, tokens, kv_mode, kv_type) for tp in counts}
 
 
-def _logits(config, weights, asked, tp, tokens, kv_mode) -> np.ndarray:
+def _logits(config, weights, asked, tp, tokens, kv_mode, kv_type) -> np.ndarray:
     split, sums = partition(registry.sizes(config, weights, asked), tp, kv_mode), Sums(tp)
     generated = len(tokens) // 3 if config.mla == 3 else 0
 
@@ -97,14 +118,17 @@ def _logits(config, weights, asked, tp, tokens, kv_mode) -> np.ndarray:
         try:
             member = Member(sums, rank)
             loader = Loader(config, weights, split.shares[rank], asked, member)
-            gather = Gather(member, split.shares, split.sizes.head_dim) if kv_mode == "allgather" and tp > 1 else None
-            model = registry.BUILDERS[config.architecture](config, loader, gather)
+            row = Row(member, split) if kv_mode != "redundant" and tp > 1 else None
+            model = registry.BUILDERS[config.architecture](config, loader, row)
             assert loader.nbytes == registry.weight_bytes(config, weights, split, asked, rank), (tp, rank)
             heads, key, value = kvcache.form(config, split.shares[rank])
-            cache = kvcache.allocate("f32", config.n_layers, 1, heads, key, value_dim=value)
+            blocks, shard, first = np.arange(-(-len(tokens) // kernels.BLOCK)), (rank % split.places, split.places), \
+                np.ones(1, np.int32)
+            cache = kvcache.allocate(kv_type, config.n_layers, len(blocks), heads, key, value_dim=value, shard=shard)
+            table = np.where((first + blocks) % split.places == shard[0], blocks, -1).astype(np.int32)[None]
             place = np.roll(np.arange(len(tokens), dtype=np.int32), generated)      # generated ones stand first
-            rows = kernels.Rows(tokens[place], place, np.zeros_like(place), np.zeros((1, 1), np.int32),
-                                *model.rope.rows(place, place + 1), generated=generated)
+            rows = kernels.Rows(tokens[place], place, np.zeros_like(place), table,
+                                *model.rope.rows(place, place + 1), first, generated=generated)
             return model(rows, cache, np.argsort(place)).copy()
         except BaseException:
             sums.barrier.abort()

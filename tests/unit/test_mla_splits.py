@@ -59,6 +59,20 @@ def test_every_split(mla, kv_mode, tensors, wanted, tmp_path):
             assert (found[tp] == other).all(), "the modes of exchange differ"
 
 
+@pytest.mark.parametrize("mla, kind, bound", [(1, "f32", 1e-5), (2, "f32", 1e-5), (1, "bf16", 0.03), (2, "f16", 0.01),
+                                              (2, "bf16", 0.03)])
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, "q_lora_rank": None}], ids=["latent queries", "queries"])
+def test_a_sharded_cache(config, mla, kind, bound, tmp_path):
+    """As many ranks as blocks, fewer, more, and more than heads: all attend, each merges its own heads' parts."""
+    tokens = np.random.default_rng(4).integers(0, 211, 200)
+    folder = write_folder(tmp_path, config, small(made.tensors(config)))
+    wanted = logits_of_splits(folder, "f32", (1,), tokens, mla, kv_type=kind)[1]
+    counts = (1, 2, 3, 4, 6, 13) if kind == "f32" else (3,)
+    for tp, found in logits_of_splits(folder, "f32", counts, tokens, mla, "sharded", kind).items():
+        assert usual_error(found, wanted) < bound / 3 and (kind != "f32" or error(found, wanted) < bound), tp
+        assert (found == wanted).all() == (tp == 1), "a cache that is dealt out is summed in another order"
+
+
 @pytest.mark.parametrize("mla", MODES)
 @pytest.mark.parametrize("block, scale", [((128, 128), "F32"), ((32, 64), "BF16"), ((128, 128), "F8_E8M0")])
 def test_float8(mla, block, scale, tensors, tmp_path):

@@ -311,7 +311,7 @@ def test_512_ranks(model, mode):
 @given(sizes(), RANKS, MODES)
 def test_the_exchange_delivers_what_redundant_would_compute(s, tp, mode):
     p = partition(s, tp, mode)
-    before, after = row_parts(p, p.rows - 1)
+    before, _, after = row_parts(p, p.rows - 1)
     assert bool(before) == (mode != "redundant" and p.width > 1) and bool(after) == (p.places > 1)
     row = [p.shares[rank] for rank in p.row_ranks(p.rows - 1)]
     for part in before[-2:]:                    # K and V
@@ -329,7 +329,8 @@ def test_the_exchange_delivers_what_redundant_would_compute(s, tp, mode):
 @given(sizes(), RANKS)
 def test_shards_bring_all_queries_to_all_and_parts_to_their_heads(s, tp):
     p = partition(s, tp, "sharded")
-    before, after = row_parts(p, 0)
+    before, queries, after = row_parts(p, 0)
+    assert not queries, "they travel with keys and values"
     if not after:
         return
     heads, row = s.n_heads // p.rows, [p.shares[rank] for rank in p.row_ranks(0)]
@@ -343,6 +344,22 @@ def test_shards_bring_all_queries_to_all_and_parts_to_their_heads(s, tp):
             p.width * share.heads.size * n for n in (s.head_dim, 1)]
 
 
+@pytest.mark.parametrize("tp", [2, 5, 8, 130])
+def test_shards_of_latents_bring_all_absorbed_queries_to_all_and_parts_to_their_heads(tp):
+    """DeepSeek-V3's attention: q_a's outputs with the latent row, absorbed queries, what heads find in latents."""
+    s = Sizes(hidden=7168, n_layers=61, n_heads=128, n_kv_heads=1, head_dim=1536 + 576, intermediate=2048, vocab=129280,
+              latent_head=1, latent_query=576, latent_value=512)
+    p = partition(s, tp, "sharded")
+    (latents,), (queries,), merge = row_parts(p, 0)
+    assert p.places == tp and latents.for_all and queries.for_all
+    for place, share in enumerate(p.shares):
+        assert share.kv_heads == Span(0, 1), "each holds latents, those without heads too"
+        assert (latents.width(place), latents.result(place)) == (share.kv_columns.size, 2112)
+        assert (queries.width(place), queries.result(place)) == (share.heads.size * 576, 128 * 576)
+        assert [part.width(place) for part in merge] == [128 * 512, 128]
+        assert [part.result(place) for part in merge] == [tp * share.heads.size * n for n in (512, 1)]
+
+
 def test_what_is_exchanged_in_known_models():
     def all_need_all(p):
         return row_parts(p, 0)[0][0].for_all
@@ -351,7 +368,7 @@ def test_what_is_exchanged_in_known_models():
     assert not all_need_all(partition(LLAMA3_70B, 12, "allgather"))
     assert not all_need_all(partition(SMOLLM2_135M, 5, "allgather"))
     assert all_need_all(partition(SMOLLM2_135M, 5, "sharded"))
-    assert row_parts(partition(SMOLLM2_135M, 3, "allgather"), 0) == ((), ())
+    assert row_parts(partition(SMOLLM2_135M, 3, "allgather"), 0) == ((), (), ())
     # A rank without queries still computes its columns and sends them, but receives none
     part = row_parts(partition(SMOLLM2_135M, 32, "allgather"), 0)[0][0]
     assert any(part.message(31, other)[1] for other in range(32)) and part.result(31) == 0

@@ -34,7 +34,7 @@ class _Row(_Silent):
         me = split.shares[rank]
         self.place, self.width, self.heads = me.row_rank % split.places, split.places, \
             split.sizes.n_heads // split.rows
-        self.gather, self.merge = (SimpleNamespace(
+        self.gather, self.queries, self.merge = (SimpleNamespace(
             got=[part.result(me.row_rank) for part in parts], run=self.run, exchange_arguments=lambda: None)
             for parts in row_parts(split, me.row))
 
@@ -66,6 +66,7 @@ def allocated(run: RunConfig, model, weights: Weights, split: Partition, rank: i
     (MIXTRAL, "redundant", None, "auto", "columns"), (MIXTRAL, "sharded", None, "q8_0", "experts"),
     (made.V3, "redundant", 0, "auto", "auto"), (made.V2, "allgather", 1, "q8_0", "auto"),
     (made.V3, "allgather", 2, "bf16", "experts"), (made.V2, "redundant", 3, "auto", "columns"),
+    (made.V3, "sharded", 2, "auto", "auto"), (made.V2, "sharded", 1, "q8_0", "auto"),
     (made.V3, "redundant", 3, "attn=bf16,experts=q4_0,shared=q8_0,default=bf16", "auto")])
 def test_planned_is_what_is_allocated(tmp_path, tp, config, kv_mode, mla, weights, moe_split):
     make = made.tensors if mla is not None else apart if config is MIXTRAL else random_tensors
