@@ -12,6 +12,7 @@ import os
 import sys
 
 from mpillm import collectives, main
+from mpillm.engine import probe
 from mpillm.jit import exchange
 from mpillm.machine import launch
 
@@ -39,7 +40,7 @@ def run(argv: list[str]) -> int:
             repeats = max(20, given.repeats * SIZES[0] // nbytes)
             levels = replica._group.levels
             before = levels.received if levels else 0
-            seconds = max(world.allgather(collectives.measure_all_reduce(replica, nbytes, repeats)))
+            seconds = max(world.allgather(probe.measure_all_reduce(replica, nbytes, repeats)))
             received = sum(world.allgather((levels.received if levels else 0) - before)) / (repeats + 3)
             if world.rank == 0:
                 extra = f"  {received / 1024:9.1f} KiB between nodes" if levels else ""

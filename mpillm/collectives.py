@@ -387,26 +387,6 @@ class Replica:
         return KVExchange(self, partition)
 
 
-def measure_all_reduce(replica: Replica, nbytes: int, repeats: int = 1000) -> float:
-    """Median seconds of a sum of ``nbytes`` bytes of float32 over the replica's ranks, which must all call this.
-
-    In shared memory one after the other inside one kernel, in rows of at most 16 KiB, with the residual and the
-    norm, as a decode step does it; otherwise ``all_reduce`` as Python calls it. On more than one rank.
-    """
-    elements = max(nbytes // 4, 1)
-    n = min(elements, 4096)
-    segment = replica._group.fused if replica.mode == "shm" else None
-    if segment is not None:
-        segment.time_reduce(elements // n, n, 3)         # whoever is late comes now
-        return float(np.median(segment.time_reduce(elements // n, n, repeats)))
-    x, times = np.zeros((elements // n, n), np.float32), []
-    for _ in range(repeats + 3):
-        began = time.perf_counter()
-        replica.all_reduce(x)
-        times.append(time.perf_counter() - began)
-    return float(np.median(times[3:]))
-
-
 class RowParts(NamedTuple):
     """What the ranks of a KV row exchange in each layer, in order; empty: no exchange.
 
