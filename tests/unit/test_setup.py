@@ -46,7 +46,7 @@ class _Silent:
     def __init__(self, split: Partition, rank: int) -> None:
         me = split.shares[rank]
         self.place, self.width, self.heads = me.row_rank, split.places, split.sizes.n_heads // split.rows
-        self.gather, self.merge = (SimpleNamespace(
+        self.gather, self.queries, self.merge = (SimpleNamespace(
             got=[part.result(me.row_rank) for part in parts], run=self.run, exchange_arguments=lambda: None)
             for parts in row_parts(split, me.row))
 

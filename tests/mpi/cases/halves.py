@@ -48,6 +48,7 @@ CASES = {
     "latent0": (made.V3, "allgather", "0", {}),
     "latent2": (made.V2, "allgather", "2", {"wire": "q8_0"}),
     "latent3": (made.V3, "redundant", "3", {}),
+    "latents": (made.V3, "sharded", "auto", {}),
 }
 
 
@@ -118,7 +119,7 @@ def run(argv: list[str] | None) -> int:
     for turn in (0, 1):                         # one rank compiles, the others find it in the cache
         if (world.rank > 0) == turn:
             for case in cases:
-                mla = None if CASES[case][2] == "auto" else int(CASES[case][2])
+                mla = 2 if case == "latents" else None if CASES[case][2] == "auto" else int(CASES[case][2])
                 kernels.warm_up([weights], "bf16", experts=CASES[case][0] is not DENSE, mla=mla)
         world.barrier_quiet()
     with tempfile.TemporaryDirectory() as place:
