@@ -31,6 +31,11 @@ BESIDE = Path(sys.executable).with_name("mpirun")
 MPIRUN = str(BESIDE) if BESIDE.exists() else "mpirun"
 
 
+def mode_of(subject: Subject, kv_mode: str) -> Mode:
+    """With the mode of latent attention that ``auto`` takes there."""
+    return {mode.kv_mode: mode for mode in subject.modes()}[kv_mode]
+
+
 def speeds(model: str, ranks: int, mode: str, contexts: list[int]) -> dict[int, float]:
     """Seconds of a token of one sequence at each context."""
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +52,7 @@ def crossing(subject: Subject, ranks: int, machine: Machine, batch: int, other: 
     """The least positions of each sequence, in blocks of 64, from which on sharded beats ``other``; None: beyond."""
     def ahead(count: int) -> bool:
         asked = Asked(64 * count, batch)
-        own, cut = (estimate.speed(subject.plan(asked, ranks, Mode(mode)), machine, asked, 1).decode
+        own, cut = (estimate.speed(subject.plan(asked, ranks, mode_of(subject, mode)), machine, asked, 1).decode
                     for mode in (other, "sharded"))
         return cut > own
 
@@ -89,7 +94,7 @@ def measured(given: argparse.Namespace) -> list[dict[str, Any]]:
             for mode in given.modes:
                 times[mode].append(speeds(given.model, ranks, mode, given.contexts))
         for mode in given.modes:
-            planned = subject.plan(Asked(max(given.contexts), 1), ranks, Mode(mode))
+            planned = subject.plan(Asked(max(given.contexts), 1), ranks, mode_of(subject, mode))
             swapped = planned.decode.swaps * planned.decode.swap_bytes / subject.model.n_layers
             seconds = {str(n): statistics.median(one[n] for one in times[mode]) for n in given.contexts}
             found.append({"ranks": ranks, "mode": mode, "cache_bytes": planned.cache_per_token,
@@ -102,7 +107,7 @@ def cluster(given: argparse.Namespace) -> str:
     subject = open_subject(given.model, "auto")[0]
     lines = ["| ranks | sequences | beats redundant from | beats allgather from |", "|---|---|---|---|"]
     for ranks in given.ranks:
-        width = subject.plan(Asked(), ranks, Mode("sharded")).decode.swap_ranks
+        width = subject.plan(Asked(), ranks, mode_of(subject, "sharded")).decode.swap_ranks
         points = estimate.exchange_figures(sorted({ranks, width}), 1e-6 * given.latency, 1e9 * given.network)
         machine = Machine(1e9 * given.bandwidth, 1e9 * given.peak, points)
         for batch in given.batch:

@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
 
     batch.add_argument("--max-batch", type=int, metavar="N", help="sequences that run together (default 32)")
     batch.add_argument("--prefill-chunk", type=int, metavar="N",
-                       help="prompt tokens in a step (default 512; with latent attention and --mla auto 4096)")
+                       help="prompt tokens in a step (default 512; with latent attention and --mla auto 4096, where "
+                            "the cache is not sharded)")
     batch.add_argument("--batching", choices=("continuous", "static"),
                        help="sequences join and leave the batch at every step (continuous, default), or a batch ends "
                             "as a whole before the next one begins (static: slower, for comparison)")
@@ -129,7 +130,8 @@ def memory_options(memory: Any) -> None:
     memory.add_argument("--mla", choices=config.MLA,
                         help="what is cached of latent attention (DeepSeek): keys and values of each head (0), the "
                              "latent and its values' part again (1), the latent (2), the latent, which prompts are "
-                             "brought out of for a stretch at a time (3); default auto: 3")
+                             "brought out of for a stretch at a time (3); default auto: 3, "
+                             "with --kv-mode sharded, which is for 1 and 2, 2")
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE",
                         help="bytes of KV cache per rank, e.g. 4GiB (default: half of the free memory, or what "
                              "--max-batch sequences of full length need)")

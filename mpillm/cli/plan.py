@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-type-v", choices=config.KV_TYPES,
                    help="of values where they are apart: not in --mla 2 and 3 (default: --kv-type)")
     p.add_argument("--mla", choices=("auto", "0", "1", "2", "3"), default="auto",
-                   help="how latent attention caches (default auto: 3)")
+                   help="how latent attention caches (default auto: 3; where it is sharded 2)")
     p.add_argument("--attention-scratch", type=_size, metavar="SIZE", default=config.RunConfig.attention_scratch,
                    help="as for run (default 64MiB)")
     p.add_argument("--machine", metavar="FILE", help="what `mpillm bench machine --json FILE` measured on one node")
@@ -165,10 +165,12 @@ def _asked(given: argparse.Namespace, subject: Subject) -> Asked:
 
 def _mode(given: argparse.Namespace, subject: Subject) -> Mode:
     from mpillm.engine.estimate import Mode
+    from mpillm.engine.setup import decided
 
     if not subject.model.latent:
         return Mode(given.kv_mode)
-    return Mode(given.kv_mode, 3 if given.mla == "auto" else int(given.mla))
+    run = config.RunConfig("", mla=given.mla, kv_mode=given.kv_mode)
+    return Mode(given.kv_mode, decided(run, subject.model)[1].mla)
 
 
 def _table(subject: Subject, asked: Asked, given: argparse.Namespace, mode: Mode) -> list[Planned]:

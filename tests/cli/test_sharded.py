@@ -15,8 +15,10 @@ from program import launch, mpirun, write_lines
 from program import run as run_program
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "unit")]
 
+from made_deepseek import V2, tensors  # noqa: E402
+from made_models import write_folder  # noqa: E402
 from reliability import Job, results_of, send, undisturbed, write_prompts  # noqa: E402
 
 MODEL = ROOT / "tests" / "reference" / "data" / "saved_tiny"       # 6 query heads on 2 KV heads
@@ -77,6 +79,29 @@ def test_what_is_recorded_and_said(tmp_path):
         assert ranks["kv_bytes_per_token"].tolist() == [2 * 2 * 16 * 4 // 2] * 4       # K and V, layers, head, f32
         assert (ranks["kv_head_stop"] - ranks["kv_head_start"] == 1).all()
         assert json.loads(shared.attrs["identity"])["options"]["kv_mode"] == "sharded"
+
+
+def test_latent_attention(tmp_path):
+    """4 heads on 6 ranks, two of which have none: all hold latents of a sixth of the positions, and attend."""
+    config = {**V2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = write_folder(tmp_path / "model", config, {
+        name: x / np.sqrt(x.shape[-1]).astype(np.float32) if x.ndim > 1 else x / 5 + 1
+        for name, x in tensors(config).items()})
+    lines = [{"id": f"p{i}", "prompt_token_ids": [(7 * i + k) % 200 + 3 for k in range(5 + 60 * i)], "max_tokens": 70}
+             for i in range(4)]
+    found = {}
+    for mode, mla in (("redundant", "2"), ("sharded", "auto")):
+        more = ("--weights", "f32", "--kv-type", "f32", "--temperature", "0", "--ignore-eos", "--tp", 6, "--logits",
+                "generated", "--logits-type", "f32", "--kv-mode", mode, "--mla", mla)
+        found[mode] = run_program(tmp_path, 6, model, lines, *more, name=mode)
+    for i in range(4):
+        ids, logits = zip(*((own.ids(f"p{i}"), own.logits(f"p{i}")) for own in found.values()), strict=True)
+        assert ids[0] == ids[1]
+        np.testing.assert_allclose(logits[1], logits[0], atol=2e-5 * float(np.abs(logits[0]).max()))
+    with h5py.File(found["sharded"].hdf5) as cut:
+        described, ranks = json.loads(cut.attrs["layout"]), cut["ranks"]
+        assert (described["kv_mode"], described["rows"], described["width"]) == ("sharded", 1, 6)
+        assert ranks["kv_bytes_per_token"].tolist() == [round(2 * (72 + 8) * 4 / 6)] * 6       # layers, columns, f32
 
 
 def test_a_prompt_beyond_all_places_fails_alone_and_one_beyond_one_place_does_not(tmp_path):

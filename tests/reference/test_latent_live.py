@@ -21,7 +21,7 @@ from make_checkpoints import MARGIN, load_model, record, run  # noqa: E402
 from recorded import Recorded  # noqa: E402
 
 SEED = int(os.environ.get("MPILLM_LIVE_SEED") or random.randrange(10**9))
-TOLERANCE, MODES = 5e-5, ("redundant", "allgather")
+TOLERANCE, MODES, CUT = 5e-5, ("redundant", "allgather"), (1, 2)      # CUT: --mla whose cache may be dealt out
 MLA, RANKS = (0, 1, 2, 3), (1, 2, 3, 4, 6)
 
 
@@ -55,7 +55,8 @@ def runs() -> list:
 def test_every_mode_at_every_split(fresh, mla, ranks, tmp_path):
     folder, prompts = fresh
     runs = [run_case(tmp_path, folder, prompts, ranks, mode, "--mla", mla) for mode in MODES[:1 + (ranks > 1)]]
-    for outputs in runs:
+    cut = [run_case(tmp_path, folder, prompts, ranks, "sharded", "--mla", mla)] if ranks > 1 and mla in CUT else []
+    for outputs in runs + cut:
         check(outputs, prompts, TOLERANCE)
     if len(runs) == 2:
         same_bits(*runs, [f"p{i}" for i in range(len(prompts))])

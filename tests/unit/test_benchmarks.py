@@ -238,6 +238,8 @@ def test_where_sharded_overtakes():
     near, far = crossing(2), crossing(20)
     assert near is not None and far is not None and 64 <= near < far and far % 64 == 0
     assert crossing(1e6) is None
+    subject = shards.open_subject(str(ROOT / "examples/models/DeepSeek-V3"), "auto")[0]
+    assert [shards.mode_of(subject, mode).mla for mode in shards.MODES] == [3, 3, 2]
 
 
 def test_the_table_of_shards_has_a_column_for_each_context():

@@ -64,6 +64,22 @@ def test_auto_is_mode_3_with_larger_steps(latent):
     assert (run.mla, model.mla, run.chunk) == ("1", 1, 512)
 
 
+def test_a_cache_that_is_dealt_out_holds_latents_that_all_heads_attend_to(latent):
+    """auto is mode 2 there, with steps as usual; modes that attend to keys of each head name those that do not."""
+    run, model = setup.decided(RunConfig("", kv_mode="sharded"), latent[0])
+    assert (run.mla, model.mla, run.chunk) == ("2", 2, 512)
+    assert setup.decided(RunConfig("", kv_mode="sharded", mla="1", kv_type_v="f16"), latent[0])[1].mla == 1
+    for mla in ("0", "3"):
+        with pytest.raises(UsageError, match=f"--mla {mla} .* use --mla 1 or 2, or --kv-mode redundant or allgather"):
+            setup.decided(RunConfig("", kv_mode="sharded", mla=mla), latent[0])
+    with pytest.raises(UsageError, match="--kv-type-v f16: --mla 2 caches no values"):
+        setup.decided(RunConfig("", kv_mode="sharded", kv_type_v="f16"), latent[0])
+    run, model = setup.decided(RunConfig("", kv_mode="sharded", mla="1"), latent[0])
+    split = partition(registry.sizes(model, latent[1], "f32"), 2, "sharded")
+    modes = setup.other_modes(run, model, setup.Split(None, split, (), (), None))
+    assert "--mla 2" in modes and "--mla 3" not in modes
+
+
 def test_modes_that_a_model_cannot_have(latent):
     dense = dataclasses.replace(latent[0], architecture="llama", kv_rank=0)
     assert setup.decided(RunConfig(""), dense) == (RunConfig(""), dense)

@@ -124,6 +124,22 @@ def test_replicated_latent_projections_cost_reads(tp, more):
     assert cut.exchange_bytes - one.exchange_bytes == 61 * 4 * (1536 + 576)
 
 
+@pytest.mark.parametrize("tp", [2, 32, 48])
+def test_a_sharded_cache_of_latents(tp):
+    """Each rank has 1 / tp of the positions, and hears all queries in the latent's space and its heads' parts."""
+    model, asked = subject_once("DeepSeek-V3"), Asked(context=64 * 1024, batch=2, kv_type="f16")
+    one, cut = (model.plan(asked, tp, Mode(*mode)) for mode in (("allgather", 3), ("sharded", 2)))
+    assert {rank.kv_bytes_per_token for rank in cut.ranks} == {70_272 // tp}
+    blocks = -(-1024 // tp)
+    assert {rank.cache_bytes for rank in cut.ranks} == {2 * blocks * 64 * 70_272}
+    own = -(-128 // tp)
+    assert cut.exchange_bytes - one.exchange_bytes == 61 * 4 * (128 * (512 + 64) + tp * own * (512 + 1))
+    assert cut.decode.swaps == 3 * 61 and cut.exchanges - one.exchanges == 2 * 61
+    assert cut.decode.attention_products * tp == pytest.approx(61 * 128 * (2 * 512 + 64))
+    assert [r.weight_bytes for r in cut.ranks] == [
+        r.weight_bytes for r in model.plan(asked, tp, Mode("allgather", 2)).ranks]
+
+
 def test_attention_of_the_latent_modes():
     model = subject_once("DeepSeek-V3").model
     whole, latent, third = (dataclasses.replace(model, mla=mla) for mla in (0, 2, 3))
@@ -263,6 +279,9 @@ def test_what_is_printed_and_written(tmp_path, capsys):
     assert found["memory"]["fits"] and found["predicted"]["prefill_tokens_per_s"] is None
     assert found["predicted"]["decode_tokens_per_s"] > 0
     assert found["kv_bytes_per_token"]["mla 3 allgather"]["f16"] == 27 * 576 * 2
+    assert "mla 2 sharded" in out and found["kv_bytes_per_token"]["mla 2 sharded"]["f16"] == 27 * 576 * 2 // 4
+    cut = planned_json(tmp_path, "--model", MODELS / "DeepSeek-V2-Lite", "--ranks", 8, "--kv-mode", "sharded")
+    assert (cut["mla"], cut["prefill_chunk"]) == (2, 512)
     assert {row["tp"] for row in found["table"]} == {1, 2, 4}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -271,6 +290,7 @@ def test_what_is_printed_and_written(tmp_path, capsys):
     (["--model", "SmolLM2-135M", "--ranks", "4", "--mla", "2"], UsageError, "--mla 2 is for models with latent"),
     (["--model", "DeepSeek-V3", "--ranks", "4", "--mla", "2", "--kv-type-v", "f16"], UsageError,
      "--mla 2 caches no values"),
+    (["--model", "DeepSeek-V3", "--ranks", "4", "--mla", "3", "--kv-mode", "sharded"], UsageError, "use --mla 1 or 2"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--tp", "5"], UsageError, "--tp 5 does not go into 4"),
     (["--model", "SmolLM2-135M", "--ranks", "4", "--context", "9000"], UsageError, "beyond the model's 8192"),
     (["--model", "SmolLM2-135M", "--ranks", "0"], UsageError, "--ranks: '0' is not"),
