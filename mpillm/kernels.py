@@ -41,6 +41,7 @@ from mpillm.jit import policy as _policy
 from mpillm.jit import sampling as _sampling
 from mpillm.jit import selftest as _selftest
 from mpillm.jit import tape as _tape
+from mpillm.jit.attention import by_tiles
 from mpillm.jit.gemm import NOTHING as _NOTHING
 from mpillm.jit.isa import select as _select
 from mpillm.jit.isa.quantised import SHAPES as _SHAPES
@@ -211,7 +212,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
     if mla is None:
         needed += _fused_with_cache(names, kv_types, fast)
     else:
-        prompts = _latent_prompt.warm_up(kv_type) if mla == 3 else []
+        tiled = by_tiles(kv_type, kv_type, 192, 128, 0)
+        prompts = _latent_prompt.warm_up(kv_type, tiled) if mla == 3 else []
         needed = [*prompts, *_latent.warm_up(names), functools.partial(_cache_rows.cache_write_operation, *kv_types),
                   *needed]
     for make in needed[part::parts]:
@@ -222,7 +224,8 @@ def warm_up(weight_formats: Iterable[str], kv_type: str, fast: bool = False, par
 
 def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
     """What makes each kernel of a run, those that take long to compile first."""
-    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(*kv_types), _exchange.warm_up]
+    tiled = by_tiles(*kv_types, 64, 64, 0)       # usual sizes
+    made: list[Callable[[], Any]] = [lambda: _attention.attention_operation(*kv_types, tiled), _exchange.warm_up]
     for name in weight_formats:
         fast_here = fast and _select.at_least("avx512") and name in QUANTISED
         made += [functools.partial(_fused.gated_operation, name, fast_here),
@@ -233,8 +236,8 @@ def _needed(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) ->
             functools.partial(_pack.pack_words_kernel, word_bits(name))]
     made += [functools.partial(_elementwise.operation, name) for name in _elementwise.KINDS]
     made += [functools.partial(_sampling.sampling_kernel, sampling) for sampling in _sampling.SIGNATURES]
-    return [*made, lambda: _attention.merge_operation(*kv_types), _attention.shards_operation, _attention.tiles_kernel,
-            _tape.warm_up]
+    return [*made, lambda: _attention.merge_operation(*kv_types, tiled), _attention.shards_operation,
+            _attention.tiles_kernel, _tape.warm_up]
 
 
 def _fused_with_cache(weight_formats: list[str], kv_types: tuple[str, str], fast: bool) -> list[Callable[[], Any]]:
@@ -253,7 +256,7 @@ def _warm_up_linear(name: str, fast: bool) -> None:
 __all__ = ["BLOCK", "FORMATS", "GENERATED", "KV_TYPES", "QUANTISED", "ROOM_WIDTH", "ROWS", "SCRATCH", "STRETCH",
            "TILES", "WANTED", "Experts", "HeadNorms", "Heads", "LatentHeads", "LayerCache", "PackedMatrix", "Packer",
            "Plan", "PlanPart", "PromptMatrices", "Router", "Rows", "Spent", "address_of", "allocate_cache",
-           "attention_room", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
+           "attention_room", "by_tiles", "cache_block_nbytes", "cache_shape", "gumbel_best", "gumbel_noise", "linear",
            "log_sum_exp_parts", "lookup", "lowest_tier", "packed_nbytes", "prepare_threads", "prepared_kind",
            "prompt_nbytes", "prompt_together_nbytes", "record_by_heads", "record_experts", "record_prompts",
            "record_rows", "record_spread", "run_in_turns", "set_threads", "set_tier", "slot_bytes", "tested_tier",

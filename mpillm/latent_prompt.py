@@ -122,6 +122,9 @@ class _Heads:
         made_k, made_v = (shared(f"made {name}", STRETCH, w.n // n).reshape(STRETCH, w.n)
                           for name, w in (("keys", w_keys), ("values", w_values)))
         keys, values = shared("keys", STRETCH, h.query), shared("values", STRETCH, width)
+        tiled = _attention.by_tiles(cache.kv_type, cache.kv_type, h.query, h.value, 0)
+        if tiled:       # in bf16, in half of that room
+            keys, values = (x.view(np.uint16)[:x.size] for x in (keys, values))
         sums = [shared(name, room.rows, each) for name, each in (("most", 1), ("total", 1), ("acc", width))]
         words = cache.keys.view(np.int16) if cache.kv_type == "q8_0" else np.zeros(0, np.int16)
         tape, rows = branch.tape, Cell("rows")
@@ -130,12 +133,12 @@ class _Heads:
         whole = branch.buffer("latents", k_rank)
         branch.linear(whole, w_keys, None, made_k)
         branch.linear(whole, w_values, None, made_v)
-        tape.add("attention", _prompt.fill_operation(), rows, n, h.nope, h.rope, h.value, made_k, w_keys.n,
+        tape.add("attention", _prompt.fill_operation(tiled), rows, n, h.nope, h.rope, h.value, made_k, w_keys.n,
                  w_keys.n // n, made_v, w_values.n, w_values.n // n, rotated, keys, values)
-        tape.add("attention", _prompt.attend_operation(), cell["own_rows"], cell["begin"], cell["stretch"], n, scale,
-                 h.query, h.value, q, cell["q_at"], self._strides[0], keys, values, np.zeros(0, np.int16),
+        tape.add("attention", _prompt.attend_operation(tiled), cell["own_rows"], cell["begin"], cell["stretch"], n,
+                 scale, h.query, h.value, q, cell["q_at"], self._strides[0], keys, values, np.zeros(0, np.int16),
                  Cell("numbers"), np.zeros(1, np.int32), *sums, cell["row_state"], out, cell["out_at"],
-                 self._strides[1])
+                 self._strides[1], branch.scratch() if tiled else np.zeros(0, np.uint8))
 
     def run(self, first: int, count: int, begin: int, table: np.ndarray) -> None:
         """Rows ``first`` ... ``first + count - 1``, at positions ``begin`` ...; ``table``: the sequence's blocks."""

@@ -312,10 +312,11 @@ class Plan:
         written = (out, _stride(out), _NOTHING if lse is None else lse, 0 if lse is None else _stride(lse))
         form = (heads.starts, heads.stops, heads.n_kv_heads, heads.group_parts, heads.most_queries, heads.value_dim,
                 tiling.width, window, cell("positions"), *tiling.cells())
-        self.tape.add("attention", _attention.attention_operation(*cache.types), q, _stride(q), *written,
+        tiled = _attention.by_tiles(*cache.types, heads.head_dim, heads.value_dim, window)
+        self.tape.add("attention", _attention.attention_operation(*cache.types, tiled), q, _stride(q), *written,
                       *cache.arguments(), cell("sequences"), cell("table"), cell("table_width"), cell("first"),
-                      *cache.shard, scale, heads.head_dim, *form)
-        self.tape.add("attention", _attention.merge_operation(*cache.types), *written, *form)
+                      *cache.shard, scale, heads.head_dim, *form, self.scratch() if tiled else np.zeros(0, np.uint8))
+        self.tape.add("attention", _attention.merge_operation(*cache.types, tiled), *written, *form)
 
     def merge_shards(self, parts: np.ndarray, lses: np.ndarray, out: np.ndarray) -> None:
         """out [., heads * n] of what each place of a sharded cache gave, from the place of a sequence's block 0 on.

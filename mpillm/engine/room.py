@@ -110,12 +110,20 @@ def step_nbytes(run: RunConfig, model: ModelConfig, weights: Weights, split: Par
 def _whole_and_halves(run: RunConfig, rank: _Rank, most: int, threads: int) -> int:
     """Bytes of a recorded step of ``most`` rows, and its halves: rows lie in its buffers, products' slots do not."""
     fast, rows = run.fast and kernels.tier() in ("avx512", "amx"), room_for(most)
-    whole, half = Buffers(rows, threads, fast), Buffers(rows // 2, threads, fast)
+    tiled = _attends_by_tiles(run, rank)
+    whole, half = (Buffers(each, threads, fast, tiled=tiled) for each in (rows, rows // 2))
     nbytes = recorded(rank, whole)
     if overlap.planned(run, rank.split.tp, most):
         recorded(rank, half)
         nbytes += sum(size for key, size in half.found.items() if key not in whole.found and key[0].startswith(APART))
     return nbytes
+
+
+def _attends_by_tiles(run: RunConfig, rank: _Rank) -> bool:
+    _, size, value_dim = kvcache.form(rank.model, rank.share)
+    types = run.kv_type, (run.kv_type_v or run.kv_type) if value_dim else ""
+    heads = rank.share.heads.size or rank.split.places > 1
+    return bool(heads) and kernels.by_tiles(*types, size, value_dim or rank.model.kv_rank, 0)
 
 
 def recorded(rank: _Rank, buffers: Buffers) -> int:
@@ -231,7 +239,8 @@ def _prompts(run: RunConfig, rank: _Rank, rows: int, threads: int) -> int:
     """What mode 3 takes to make keys and values of a stretch; see latent_prompt.py."""
     c, stretch = rank.model, kernels.STRETCH
     kind = latent_weights.part_format(rank.weights, 0, rank.asked)
-    branch, k = Buffers(stretch, threads, False), latent_weights.part_shape(c, "keys", kind)[1]
+    tiled = kernels.by_tiles(run.kv_type, run.kv_type, c.head_dim, c.value_dim, 0)
+    branch, k = Buffers(stretch, threads, False, tiled=tiled), latent_weights.part_shape(c, "keys", kind)[1]
     branch.take("latents", k)
     branch.take("rotated", c.rope_dim)
     branch.product(kind, k)

@@ -26,18 +26,20 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
+from mpillm.jit.attention_tiles import STRETCH, TOGETHER, by_tiles, first_keys, release_tiles, stretch_by_tiles
 from mpillm.jit.block_steps import TILE, block_step
 from mpillm.jit.cache_rows import BLOCK, Q8_BYTES, cache_kinds
 from mpillm.jit.gemm import F32_1, VECTOR, reads
+from mpillm.jit.isa.amx import SCRATCH
+from mpillm.jit.isa.attention_amx import LN_2, two_to
 from mpillm.jit.isa.interleave import COLUMNS
-from mpillm.jit.isa.lanes import exponential_of
+from mpillm.jit.isa.lanes import divide_row, exponential_of, times_row
 from mpillm.jit.isa.quantised import quantise_row
 from mpillm.jit.isa.select import key
 from mpillm.jit.tape import Operation
 
-STRETCH = 512           # positions that share one softmax before it is merged with those before
 SPAN = 8                # stretches that are merged before they are merged with those before
-QUERIES = 24            # queries that go through a block together, at most
+QUERIES = TOGETHER      # queries that go through a block together, at most
 
 
 def padded(value_dim: int, of_keys: bool) -> int:
@@ -46,48 +48,63 @@ def padded(value_dim: int, of_keys: bool) -> int:
     return -(-value_dim // unit) * unit
 
 
-@policy.inlined
-def _merge(most, total, acc, query, other_most, other_total, other, at, width):
-    """Add a later stretch's softmax, whose sums begin at ``other[at]``, to that of the stretches before."""
-    now = max(most[query], other_most)
-    base = np.float32(0) if now == -np.inf else now
-    mine, its = exponential_of(most[query] - base), exponential_of(other_most - base)
-    total[query] = total[query] * mine + other_total * its
-    most[query] = now
-    for c in range(width):
-        acc[query * width + c] = acc[query * width + c] * mine + other[at + c] * its
+@lru_cache(None)
+def fold_core(tiled: bool) -> Any:
+    """What merges softmaxes; ``tiled``: their maxima are powers of 2, and so is what scales them to each other."""
+    power = two_to if tiled else exponential_of
+
+    @policy.helper
+    def fold(begins, most, total, acc, to, step, other_most, most_at, other_total, total_at, other, at, count, width):
+        """Fold the softmax of later positions, of ``count`` queries, into that of the positions before.
+
+        Query i is number ``to + i * step`` there, its sums begin at ``other[at + i * width]``. With ``begins`` there
+        are none before.
+        """
+        for i in range(count):
+            query, start = to + i * step, at + i * width
+            if begins:
+                most[query], total[query] = other_most[most_at + i], other_total[total_at + i]
+                for c in range(width):
+                    acc[query * width + c] = other[start + c]
+                continue
+            now = max(most[query], other_most[most_at + i])
+            base = np.float32(0) if now == -np.inf else now
+            mine, its = power(most[query] - base), power(other_most[most_at + i] - base)
+            total[query] = total[query] * mine + other_total[total_at + i] * its
+            most[query] = now
+            for c in range(width):
+                acc[query * width + c] = acc[query * width + c] * mine + other[start + c] * its
+
+    return fold
 
 
-@policy.inlined
-def fold(begins, most, total, acc, query, other_most, other_total, other, at, width):
-    """The same, or with ``begins`` a copy: there are none before."""
-    if begins:
-        most[query], total[query] = other_most, other_total
-        for c in range(width):
-            acc[query * width + c] = other[at + c]
-    else:
-        _merge(most, total, acc, query, other_most, other_total, other, at, width)
+@policy.helper
+def _finish(most, total, acc, count, group, width, paired, out, row, out_stride, head, size, lse, lse_stride, unit):
+    """Outputs of ``count`` queries of ``group`` heads a row from their sums, and log-sum-exps if ``lse`` has room.
 
-
-@policy.inlined
-def _finish(most, total, acc, query, width, paired, out, to, size, lse, lse_at):
-    """A head's output from its sums, and its log-sum-exp if ``lse`` has room for it.
-
-    ``paired``: even and odd columns of 32 stand apart. Nothing was seen only where blocks are held elsewhere.
+    ``unit``: of ``most``, in natural logarithms. ``paired``: even and odd columns of 32 stand apart. Nothing was seen
+    only where blocks are held elsewhere.
     """
-    nothing, start = total[query] == 0 and most[query] == -np.inf and lse.size > 0, query * width
-    for d in range(size):
-        at = start + (d // 32 * 32 + d % 2 * 16 + d % 32 // 2 if paired else d)
-        out[to + d] = np.float32(0) if nothing else acc[at] / total[query]
-    if lse.size:
-        lse[lse_at] = -np.inf if nothing else most[query] + np.log(total[query])
+    for i in range(count):
+        m, h = row + i // group, head + i % group
+        nothing, start, to = total[i] == 0 and most[i] == -np.inf and lse.size > 0, i * width, m * out_stride + h * size
+        if nothing:
+            out[to:to + size] = 0
+        elif paired:
+            for d in range(size):
+                out[to + d] = acc[start + d // 32 * 32 + d % 2 * 16 + d % 32 // 2] / total[i]
+        else:
+            divide_row(acc, start, total[i], out, to, size)
+        if lse.size:
+            lse[m * lse_stride + h] = -np.inf if nothing else most[i] * unit + np.log(total[i])
 
 
 def stretch_core(step: Any) -> Any:
     @policy.helper
     def stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, sequence, j, kv_heads, k_cache,
                           k_words, v_cache, v_words, table, table_width, first_block_at, place, shards, size, v_size,
-                          width, window, stretch, scores, weighted, tile, tile_codes, most, total, acc):
+                          width, window, stretch, scores, weighted, tile, tile_codes, most, total, acc, tiles, at,
+                          following):
         """A stretch's blocks for a tile of rows: those that all rows see whole in one step, others row by row."""
         queries, end = rows * group, begin + rows
         for i in range(queries):
@@ -115,20 +132,43 @@ def stretch_core(step: Any) -> Any:
     return stretch_of_blocks
 
 
-def _attention_core(kv_type: str, kv_type_v: str) -> Any:
-    stretch_of_blocks = stretch_core(block_step(kv_type, kv_type_v))
+@policy.helper
+def prepare_numbers(q, queries, size, codes, code_scales, code_sums, tiles, at):
+    """Queries are taken as they are."""
+
+
+@policy.helper
+def _prepare_codes(q, queries, size, codes, code_scales, code_sums, tiles, at):
+    """Queries in q8_0."""
+    for i in range(queries):
+        quantise_row(q, i * size, size, codes, i * size, code_scales, i * (size // 32), code_sums, i * (size // 16))
+
+
+@policy.helper
+def release_nothing(tiles, at):
+    """Nothing was taken."""
+
+
+def _attention_core(kv_type: str, kv_type_v: str, tiled: bool) -> Any:
     quantised, paired = kv_type == "q8_0", kv_type == "bf16" and not kv_type_v
+    fold, unit = fold_core(tiled), np.float32(LN_2 if tiled else 1)
+    if tiled:
+        (prepare, stretch_of_blocks), finish = stretch_by_tiles(not kv_type_v), release_tiles
+    else:
+        prepare, stretch_of_blocks = prepare_numbers, stretch_core(block_step(kv_type, kv_type_v))
+        prepare, finish = _prepare_codes if quantised else prepare, release_nothing
 
     @policy.helper
     def attention_part(part, parts, q_in, q_stride, out, out_stride, lse, lse_stride, k_cache, k_words, v_cache,
                        v_words, row_seq, table, table_width, first_block_at, place, shards, scale, size, head_start,
                        head_stop, kv_heads, group_parts, most_queries, v_size, width, window, positions, tiles, n_tiles,
-                       run, pieces, room_queries, room):
+                       run, pieces, room_queries, room, scratch):
         """A thread's share of the (tile of rows, KV head, part of its group), or with ``run`` of their stretches too.
 
         ``run`` stretches are a piece. Then ``room`` [tiles, kv_heads, group_parts, pieces, room_queries, width + 2]
         gets their sums, most and total last; else ``out`` gets the merged heads.
         """
+        at, rounded = part * SCRATCH, (most_queries + 15) // 16 * 16
         q, codes = np.empty(most_queries * size, np.float32), np.empty(most_queries * size if quantised else 0, np.int8)
         code_scales = np.empty(most_queries * (size // 32), np.float32)
         code_sums = np.empty(most_queries * (size // 16), np.int32)
@@ -138,7 +178,7 @@ def _attention_core(kv_type: str, kv_type_v: str) -> Any:
         most, total = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
         span_most, span_total = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
         all_most, all_total = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
-        acc, span_acc = np.empty(most_queries * width, np.float32), np.empty(most_queries * width, np.float32)
+        acc, span_acc = np.empty(rounded * width, np.float32), np.empty(most_queries * width, np.float32)
         all_acc = np.empty(most_queries * width, np.float32)
         for item in range(part, n_tiles * kv_heads * group_parts * pieces, parts):
             g, piece, pair = item % group_parts, item // group_parts % pieces, item // group_parts // pieces
@@ -151,46 +191,48 @@ def _attention_core(kv_type: str, kv_type_v: str) -> Any:
             first, last = seen // STRETCH, (begin + rows - 1) // STRETCH
             if run:
                 first, last = max(first, piece * run), min(last, piece * run + run - 1)
-            if first > last:
+            if first > last or queries == 0:
                 continue
             for i in range(queries):
                 start = (row + i // group) * q_stride + (head + i % group) * size
-                for d in range(size):
-                    q[i * size + d] = q_in[start + d] * scale
-                if quantised:
-                    quantise_row(q, i * size, size, codes, i * size, code_scales, i * (size // 32), code_sums,
-                                 i * (size // 16))
+                times_row(q_in, start, scale, q, i * size, size)
+            prepare(q, queries, size, codes, code_scales, code_sums, scratch, at)
             to = ((pair * group_parts + g) * pieces + piece) * room_queries
+            following = first_keys(item + parts, kv_heads, group_parts, pieces, run, row_seq, positions, tiles, n_tiles,
+                                   window, table, table_width, size)
             for stretch in range(first, last + 1):
                 stretch_of_blocks(q, codes, code_scales, code_sums, group, rows, begin, row_seq[row], j, kv_heads,
                                   k_cache, k_words, v_cache, v_words, table, table_width, first_block_at, place, shards,
                                   size, v_size, width, window, stretch, scores, weighted, tile, tile_codes, most,
-                                  total, acc)
+                                  total, acc, scratch, at, following)
                 begins, ends = stretch == first or stretch % SPAN == 0, stretch == last or (stretch + 1) % SPAN == 0
-                for i in range(queries):
-                    fold(begins, span_most, span_total, span_acc, i, most[i], total[i], acc, i * width, width)
-                    if ends and run:
-                        _keep(room, (to + i) * (width + 2), span_most[i], span_total[i], span_acc, i * width, width)
-                    elif ends:
-                        fold(stretch // SPAN == first // SPAN, all_most, all_total, all_acc, i, span_most[i],
-                              span_total[i], span_acc, i * width, width)
+                fold(begins, span_most, span_total, span_acc, 0, 1, most, 0, total, 0, acc, 0, queries, width)
+                if ends and run:
+                    _keep(room, to, span_most, span_total, span_acc, queries, width)
+                elif ends:
+                    fold(stretch // SPAN == first // SPAN, all_most, all_total, all_acc, 0, 1, span_most, 0, span_total,
+                         0, span_acc, 0, queries, width)
             if not run:
-                for i in range(queries):
-                    m, h = row + i // group, head + i % group
-                    _finish(all_most, all_total, all_acc, i, width, paired, out, m * out_stride + h * v_size, v_size,
-                            lse, m * lse_stride + h)
+                _finish(all_most, all_total, all_acc, queries, group, width, paired, out, row, out_stride, head, v_size,
+                        lse, lse_stride, unit)
+        finish(scratch, at)
 
     return attention_part
 
 
-@policy.inlined
-def _keep(room, at, most, total, acc, start, width):
-    for c in range(width):
-        room[at + c] = acc[start + c]
-    room[at + width], room[at + width + 1] = most, total
+@policy.helper
+def _keep(room, to, most, total, acc, count, width):
+    """Sums of ``count`` queries to rows ``to`` ... of the room."""
+    for i in range(count):
+        at = (to + i) * (width + 2)
+        for c in range(width):
+            room[at + c] = acc[i * width + c]
+        room[at + width], room[at + width + 1] = most[i], total[i]
 
 
-def _merge_core(paired: bool) -> Any:
+def _merge_core(paired: bool, tiled: bool) -> Any:
+    fold, unit = fold_core(tiled), np.float32(LN_2 if tiled else 1)
+
     @policy.helper
     def merge_part(part, parts, out, out_stride, lse, lse_stride, head_start, head_stop, kv_heads, group_parts,
                    most_queries, v_size, width, window, positions, tiles, n_tiles, run, pieces, room_queries, room):
@@ -212,14 +254,13 @@ def _merge_core(paired: bool) -> Any:
             of_span = SPAN // run
             for piece in range(first, last + 1):
                 at = (((pair * group_parts + g) * pieces + piece) * room_queries + i) * (width + 2)
-                fold(piece == first or piece % of_span == 0, span_most, span_total, span, 0, room[at + width],
-                      room[at + width + 1], room, at, width)
+                fold(piece == first or piece % of_span == 0, span_most, span_total, span, 0, 1, room, at + width, room,
+                     at + width + 1, room, at, 1, width)
                 if piece == last or (piece + 1) % of_span == 0:
-                    fold(piece // of_span == first // of_span, most, total, acc, 0, span_most[0], span_total[0], span,
-                          0, width)
-            m, h = row + i // group, head + i % group
-            _finish(most, total, acc, 0, width, paired, out, m * out_stride + h * v_size, v_size, lse,
-                    m * lse_stride + h)
+                    fold(piece // of_span == first // of_span, most, total, acc, 0, 1, span_most, 0, span_total, 0,
+                         span, 0, 1, width)
+            _finish(most, total, acc, 1, 1, width, paired, out, row + i // group, out_stride, head + i % group, v_size,
+                    lse, lse_stride, unit)
 
     return merge_part
 
@@ -291,17 +332,23 @@ def tiles_kernel() -> Any:
 
 
 @lru_cache(None)
-def attention_operation(kv_type: str, kv_type_v: str) -> Operation:
-    """Attention over keys and values of these types; ``kv_type_v`` "": the values are columns of the keys."""
-    return Operation(_attention_core(kv_type, kv_type_v), f"attention_{kv_type}_{kv_type_v or 'keys'}_{key()}", (
-        VECTOR, INT, *_WRITTEN, *cache_kinds(kv_type, kv_type_v), INTS, INTS, INT, INTS, INT, INT, REAL, INT, *_FORM))
+def attention_operation(kv_type: str, kv_type_v: str, tiled: bool) -> Operation:
+    """Attention over keys and values of these types; ``kv_type_v`` "": the values are columns of the keys.
+
+    ``tiled``: by products of tiles, see :func:`by_tiles`.
+    """
+    name = f"attention_{kv_type}_{kv_type_v or 'keys'}_{'tiles_' if tiled else ''}{key()}"
+    return Operation(_attention_core(kv_type, kv_type_v, tiled), name, (
+        VECTOR, INT, *_WRITTEN, *cache_kinds(kv_type, kv_type_v), INTS, INTS, INT, INTS, INT, INT, REAL, INT, *_FORM,
+        types.uint8[::1]))
 
 
 @lru_cache(None)
-def merge_operation(kv_type: str, kv_type_v: str) -> Operation:
+def merge_operation(kv_type: str, kv_type_v: str, tiled: bool) -> Operation:
     """What merges the pieces of attention over a cache of these types."""
     paired = kv_type == "bf16" and not kv_type_v
-    return Operation(_merge_core(paired), "attention_merge" + ("_paired" if paired else ""), (*_WRITTEN, *_FORM))
+    name = "attention_merge" + ("_paired" if paired else "") + ("_tiles" if tiled else "")
+    return Operation(_merge_core(paired, tiled), name, (*_WRITTEN, *_FORM))
 
 
 @lru_cache(None)
@@ -311,5 +358,5 @@ def shards_operation() -> Operation:
         INT, INT, INT, INT, VECTOR, VECTOR, INT, INT, INT, INT, INTS, INTS, F32_1, INT))
 
 
-__all__ = ["BLOCK", "Q8_BYTES", "QUERIES", "SPAN", "STRETCH", "attention_operation", "merge_operation", "padded",
-           "shards_operation", "tiles_kernel"]
+__all__ = ["BLOCK", "Q8_BYTES", "QUERIES", "SPAN", "STRETCH", "attention_operation", "by_tiles", "merge_operation",
+           "padded", "shards_operation", "tiles_kernel"]

@@ -17,11 +17,16 @@ import numpy as np
 from numba import types
 
 from mpillm.jit import policy
-from mpillm.jit.attention import QUERIES, STRETCH, fold, stretch_core
+from mpillm.jit.attention import QUERIES, STRETCH, fold_core, prepare_numbers, release_nothing, stretch_core
+from mpillm.jit.attention_tiles import release_tiles, stretch_by_tiles
 from mpillm.jit.block_steps import TILE, block_step
 from mpillm.jit.cache_rows import BLOCK, Q8_BYTES
 from mpillm.jit.gemm import ELEMENTS, F32_1, INT, VECTOR, reads
-from mpillm.jit.isa.generic import load_number
+from mpillm.jit.isa.amx import SCRATCH
+from mpillm.jit.isa.generic import load_number, store_number
+from mpillm.jit.isa.lanes import divide_row, times_row
+from mpillm.jit.isa.select import key
+from mpillm.jit.isa.tile_moves import pack_keys, pack_values
 from mpillm.jit.tape import Operation
 
 BLOCKS = STRETCH // BLOCK       # of the cache in a stretch
@@ -80,18 +85,55 @@ def _fill_part(part, parts, positions, heads, nope, rope, value, k, k_stride, k_
                 values[to + d // 16 * BLOCK * 16 + d % 16] = v[start + d]
 
 
-def _attend_core() -> Any:
-    stretch_of_blocks = stretch_core(block_step("f32", "f32"))
+@policy.helper
+def _fill_key(x, start, stride, n, count, keys, to):
+    """Columns of up to 16 positions to their places in a panel of bf16 keys; see isa/attention_amx.py."""
+    whole = n // 32 * 32
+    pack_keys(x, start, stride, whole, count, keys, to)
+    for i in range(count):
+        for d in range(whole, n):
+            store_number(keys, to + d // 2 * 32 + i * 2 + d % 2, x[start + i * stride + d])
+
+
+@policy.helper
+def _fill_tiles_part(part, parts, positions, heads, nope, rope, value, k, k_stride, k_step, v, v_stride, v_step,
+                     rotated, keys, values):
+    """The same in bf16, for products of tiles: keys [BLOCKS][H][4][D / 2][16][2], values [BLOCKS][H][C][32][16][2]."""
+    size, width, panels = nope + rope, (value + 15) // 16 * 16, (positions + 15) // 16
+    for item in range(part * heads * panels // parts, (part + 1) * heads * panels // parts):
+        head, panel = item // panels, item % panels
+        count = min(16, positions - 16 * panel)
+        block, within = panel // 4 * heads + head, panel % 4 * 16
+        base = block * BLOCK * size + within * size
+        _fill_key(k, 16 * panel * k_stride + head * k_step, k_stride, nope, count, keys, base)
+        _fill_key(rotated, 16 * panel * rope, rope, rope, count, keys, base + nope * 16)
+        for i in range(0, count, 2):
+            even = (16 * panel + i) * v_stride + head * v_step
+            odd, to = even + v_stride if i + 1 < count else even, block * BLOCK * width + (within + i) * 16
+            pack_values(v, even, odd, value // 16 * 16, values, to)
+            for d in range(value // 16 * 16, value):
+                at = to + d // 16 * BLOCK * 16 + d % 16 * 2
+                store_number(values, at, v[even + d])
+                store_number(values, at + 1, v[odd + d])
+
+
+def _attend_core(tiled: bool) -> Any:
+    fold = fold_core(tiled)
+    if tiled:
+        (prepare, stretch_of_blocks), finish = stretch_by_tiles(False), release_tiles
+    else:
+        stretch_of_blocks = stretch_core(block_step("f32", "f32"))
+        prepare, finish = prepare_numbers, release_nothing
 
     @policy.helper
-    def attend_part(part, parts, rows, begin, stretch, heads, scale, size, v_size, q_in, q_at, q_stride,
-                    keys, values, none, table, ones, most, total, acc, row_state, out, out_at, out_stride):
+    def attend_part(part, parts, rows, begin, stretch, heads, scale, size, v_size, q_in, q_at, q_stride, keys, values,
+                    none, table, ones, most, total, acc, row_state, out, out_at, out_stride, scratch):
         """Rows at positions ``begin`` ... attend to ``stretch``, whose sums are folded into most, total and acc.
 
         These are [rows of the prompt][H] and [..][H][width], from row ``row_state`` on. A row whose last stretch this
         is gets its output. Heads one after the other, so that a head's keys and values stay in the cache.
         """
-        width, tiles = (v_size + 15) // 16 * 16, (rows + QUERIES - 1) // QUERIES
+        width, tiles, at = (v_size + 15) // 16 * 16, (rows + QUERIES - 1) // QUERIES, part * SCRATCH
         q, scores = np.empty(QUERIES * size, np.float32), np.empty(QUERIES * BLOCK, np.float32)
         weighted, tile, tile_codes = np.empty(1, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int8)
         codes, code_scales, code_sums = np.empty(1, np.int8), np.empty(1, np.float32), np.empty(1, np.int32)
@@ -101,19 +143,19 @@ def _attend_core() -> Any:
             head, row = item // tiles, item % tiles * QUERIES
             count = min(QUERIES, rows - row)
             for i in range(count):
-                start = q_at + (row + i) * q_stride + head * size
-                for d in range(size):
-                    q[i * size + d] = q_in[start + d] * scale
+                times_row(q_in, q_at + (row + i) * q_stride + head * size, scale, q, i * size, size)
+            prepare(q, count, size, codes, code_scales, code_sums, scratch, at)
             stretch_of_blocks(q, codes, code_scales, code_sums, 1, count, begin + row, 0, head, heads, keys, none,
                               values, none, table, 0, ones, 0, 1, size, v_size, width, 0, stretch, scores, weighted,
-                              tile, tile_codes, own_most, own_total, own_acc)
+                              tile, tile_codes, own_most, own_total, own_acc, scratch, at, 0)
+            fold(stretch == 0, most, total, acc, (row_state + row) * heads + head, heads, own_most, 0, own_total, 0,
+                 own_acc, 0, count, width)
             for i in range(count):
                 state = (row_state + row + i) * heads + head
-                fold(stretch == 0, most, total, acc, state, own_most[i], own_total[i], own_acc, i * width, width)
                 if (begin + row + i) // STRETCH == stretch:
                     to = out_at + (row + i) * out_stride + head * v_size
-                    for d in range(v_size):
-                        out[to + d] = acc[state * width + d] / total[state]
+                    divide_row(acc, state * width, total[state], out, to, v_size)
+        finish(scratch, at)
 
     return attend_part
 
@@ -130,20 +172,22 @@ def take_operation(kv_type: str) -> Operation:
 
 
 @lru_cache(None)
-def fill_operation() -> Operation:
-    """Keys and values of a stretch in blocks."""
-    return Operation(_fill_part, "latent_fill", (
-        INT, INT, INT, INT, INT, VECTOR, INT, INT, VECTOR, INT, INT, VECTOR, F32_1, F32_1))
+def fill_operation(tiled: bool) -> Operation:
+    """Keys and values of a stretch in blocks, float32 or, for products of tiles, bf16."""
+    core, kept = (_fill_tiles_part, types.uint16[::1]) if tiled else (_fill_part, F32_1)
+    return Operation(core, "latent_fill" + (f"_tiles_{key()}" if tiled else ""), (
+        INT, INT, INT, INT, INT, VECTOR, INT, INT, VECTOR, INT, INT, VECTOR, kept, kept))
 
 
 @lru_cache(None)
-def attend_operation() -> Operation:
+def attend_operation(tiled: bool) -> Operation:
     """A prompt's rows over a stretch."""
-    return Operation(_attend_core(), "latent_attend", (
-        INT, INT, INT, INT, types.float32, INT, INT, VECTOR, INT, INT, F32_1, F32_1, types.int16[::1], _INTS, _INTS,
-        F32_1, F32_1, F32_1, INT, F32_1, INT, INT))
+    kept = types.uint16[::1] if tiled else F32_1
+    return Operation(_attend_core(tiled), f"latent_attend_{'tiles_' if tiled else ''}{key()}", (
+        INT, INT, INT, INT, types.float32, INT, INT, VECTOR, INT, INT, kept, kept, types.int16[::1], _INTS, _INTS,
+        F32_1, F32_1, F32_1, INT, F32_1, INT, INT, types.uint8[::1]))
 
 
-def warm_up(kv_type: str) -> list[Any]:
+def warm_up(kv_type: str, tiled: bool) -> list[Any]:
     """What makes each kernel."""
-    return [lambda: take_operation(kv_type), fill_operation, attend_operation]
+    return [lambda: take_operation(kv_type), lambda: fill_operation(tiled), lambda: attend_operation(tiled)]

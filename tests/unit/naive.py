@@ -7,6 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from mpillm import kernels
+from mpillm.jit.attention import by_tiles
 
 
 def round_to(name, values):
@@ -125,6 +126,18 @@ def rope(x, cos, sin, size):
 def silu_mul(x):
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
+
+
+def attention_rounding(q, kv_type, kv_type_v, value_dim, window=0):
+    """(scaled queries [.., head_dim] as attention multiplies them, tolerance of its outputs).
+
+    On tiles these and the probabilities are bf16: test_attention_tiles.py has that arithmetic bit by bit.
+    """
+    if kv_type == "q8_0":
+        return round_to("q8_0", q), 2e-5
+    if by_tiles(kv_type, kv_type_v, q.shape[-1], value_dim, window):
+        return round_to("bf16", q), 6e-3
+    return q, 2e-5 if kv_type_v == "q8_0" else 3e-6
 
 
 def attention(q, keys, values, starts, stops, row_seq, positions, scale, window):

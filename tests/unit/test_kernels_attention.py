@@ -48,9 +48,16 @@ class Setting:
 
     def expected(self, rows, window=0):
         q = np.stack([self.queries[s][p] for s, p in rows])
+        scaled = (q * np.float32(self.size ** -0.5)).reshape(len(q), -1, self.size)
+        scaled, _ = naive.attention_rounding(scaled, self.kv_type, self.kv_type, self.size, window)
         held = [[naive.round_to(self.kv_type, x) for x in side] for side in (self.keys, self.values)]
-        return naive.attention(q, *held, self.starts, self.stops, [s for s, _ in rows], [p for _, p in rows],
-                               self.size ** -0.5, window)
+        return naive.attention(scaled.reshape(q.shape), *held, self.starts, self.stops, [s for s, _ in rows],
+                               [p for _, p in rows], 1, window)
+
+    def check(self, rows, window=0):
+        tolerance = naive.attention_rounding(self.queries[0][:1, :self.size], self.kv_type, self.kv_type, self.size)[1]
+        np.testing.assert_allclose(self.run(rows, window), self.expected(rows, window), rtol=0, atol=tolerance)
+        return tolerance
 
 
 @pytest.mark.parametrize("kv_type", NUMBERS)
@@ -59,7 +66,7 @@ class Setting:
 def test_attention_equals_its_twin(kv_type, groups, size):
     setting = Setting(kv_type, groups, size, [1, 64, 65, 130, 211])
     rows = [(0, 0), (1, 63), (2, 64), *((3, p) for p in range(50, 130)), (4, 7), (4, 210), (4, 209), (4, 128)]
-    np.testing.assert_allclose(setting.run(rows), setting.expected(rows), rtol=0, atol=3e-6)
+    setting.check(rows)
 
 
 @pytest.mark.parametrize("kv_type", NUMBERS)
@@ -67,7 +74,7 @@ def test_attention_equals_its_twin(kv_type, groups, size):
 def test_window(kv_type, window):
     setting = Setting(kv_type, (2, 1), 32, [200, 100])
     rows = [*((0, p) for p in range(90, 200)), (1, 99), (1, 0), (0, 64)]
-    np.testing.assert_allclose(setting.run(rows, window), setting.expected(rows, window), rtol=0, atol=3e-6)
+    setting.check(rows, window)
 
 
 @pytest.mark.parametrize("kv_type", kernels.KV_TYPES)
@@ -94,14 +101,13 @@ def test_positions_outside_are_never_read(kv_type):
     """Poison all that a row may not see: positions after it, before its window, and other blocks."""
     setting = Setting(kv_type, (3, 1), 20, [130])
     window, position = 45, 101
-    expected = setting.expected([(0, position)], window)
     pair = 2 if kv_type == "bf16" else 1
     for p in [*range(position - window + 1), *range(position + 1, 130)]:
         block, within = setting.table[0, p // 64], p % 64
         setting.k_cache[block, :, within // 16, :, within % 16] = POISON[kv_type]
         where = (within // pair, slice(None)) + ((within % pair,) if pair == 2 else ())
         setting.v_cache[(block, slice(None), slice(None), *where)] = POISON[kv_type]
-    np.testing.assert_allclose(setting.run([(0, position)], window), expected, rtol=0, atol=3e-6)
+    setting.check([(0, position)], window)
 
 
 def test_huge_scores_are_stable():
@@ -144,10 +150,9 @@ def test_what_the_cache_cannot_hold_is_nan_and_never_infinite(kv_type, where):
 def test_stretches_of_positions_are_merged_alike_by_one_thread_and_by_many(kv_type, window, monkeypatch):
     setting = Setting(kv_type, (2, 3), 32, [1700, 40, 600])
     rows = [(0, 1699), (0, 511), (0, 512), (0, 1300), (0, 1301), (1, 39), (2, 599)]
-    expected = setting.expected(rows, window)
     monkeypatch.setattr(policy._Threads, "count", 1)
+    setting.check(rows, window)
     alone = [setting.run([row], window)[0] for row in rows]
-    np.testing.assert_allclose(alone, expected, rtol=0, atol=2e-2 if kv_type == "q8_0" else 3e-6)
     for threads in (2, 3, 5):
         monkeypatch.setattr(policy._Threads, "count", threads)
         for count in (1, 2, 7):
@@ -188,14 +193,7 @@ def test_q8_0_attention_equals_its_twin(groups, size):
     setting = Setting("q8_0", groups, size, [1, 64, 65, 130, 211])
     rows = [(0, 0), (1, 63), (2, 64), *((3, p) for p in range(50, 130)), (4, 7), (4, 210), (4, 209), (4, 128)]
     for window in (0, 17, 100):
-        got = setting.run(rows, window)
-        scale = np.float32(size ** -0.5)
-        held = setting.queries
-        setting.queries = [naive.round_to("q8_0", (q * scale).reshape(len(q), -1, size)).reshape(q.shape) / scale
-                           for q in held]
-        expected = setting.expected(rows, window)
-        setting.queries = held
-        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+        setting.check(rows, window)
 
 
 def test_q8_0_needs_blocks_of_32_and_holds_no_infinities():

@@ -31,7 +31,7 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-V64B, V32BF = ir.VectorType(I8, 64), ir.VectorType(_BFloat(), 32)
+V64B, V32BF, V16BF = ir.VectorType(I8, 64), ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 #: bytes of weights asked for in advance, in each panel
 AHEAD = 1024
 #: rows of a register block -> panels beside each other: at most 24 of the 32 registers are sums

@@ -167,6 +167,35 @@ def sum_exponentials(typingctx, x, offset, n, base):
 
 
 @intrinsic
+def times_row(typingctx, x, start, factor, y, to, n):
+    """y[to:to + n] = x[start:start + n] * factor."""
+    return _by_one_number(lambda b: b.fmul, x, y)
+
+
+@intrinsic
+def divide_row(typingctx, x, start, divisor, y, to, n):
+    """y[to:to + n] = x[start:start + n] / divisor."""
+    return _by_one_number(lambda b: b.fdiv, x, y)
+
+
+def _by_one_number(operation, x, y):
+    """What an intrinsic on (x, start, number, y, to, n) returns."""
+    def codegen(context, b, signature, arguments):
+        x, start, number, y, to, n = arguments
+        x, y = v.data(context, b, signature.args[0], x), v.data(context, b, signature.args[3], y)
+        wide = v.splat(b, number, V16F)
+
+        def body(i, load, store):
+            values = load(v.at(b, x, b.add(start, i), F32), 0.0)
+            store(operation(b)(values, wide), v.at(b, y, b.add(to, i), F32))
+
+        v.for_lanes(b, n, body)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.float32, y, types.intp, types.intp), codegen
+
+
+@intrinsic
 def rotate_pairs(typingctx, x, start, cos, sin, angle, half, y, to):
     """Rotate the pairs (i, i + half) of x[start:] by the angles from ``angle`` on, into y[to:], which may be x."""
     def codegen(context, b, signature, arguments):

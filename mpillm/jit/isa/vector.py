@@ -115,9 +115,22 @@ def exponential(b: ir.IRBuilder, x: Any) -> Any:
     -inf and whatever is below the smallest subnormal give 0, whatever is above 88.72 inf, NaN NaN.
     """
     low, high = constant(V16F, -104.0), constant(V16F, 89.0)
-    # These comparisons are false for NaN, so that it stays.
-    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    # These comparisons are false for NaN, so that it stays. What gives 0 is not computed: processors are slow where a
+    # product falls below the normal numbers, and every masked score would be one.
+    nothing = b.fcmp_ordered("<", x, low)
+    x = b.select(nothing, constant(V16F, 0.0), x)
     x = b.select(b.fcmp_ordered(">", x, high), high, x)
+    result, _, n = power_parts(b, x)
+    # Scale by 2**n in two steps, so that subnormal results and n = 128 come out.
+    first = b.ashr(n, constant(V16I, 1))
+    for power in (first, b.sub(n, first)):
+        scale = b.shl(b.add(power, constant(V16I, 127)), constant(V16I, 23))
+        result = b.fmul(result, b.bitcast(scale, V16F))
+    return b.select(nothing, constant(V16F, 0.0), result)
+
+
+def power_parts(b: ir.IRBuilder, x: Any) -> tuple[Any, Any, Any]:
+    """(r, n as a float, n) with e**x = r * 2**n."""
     # Adding 1.5 * 2**23 rounds to an integer and leaves it in the low bits.
     magic = constant(V16F, 12582912.0)
     shifted = fma(b, x, constant(V16F, 1.4426950408889634), magic)
@@ -130,13 +143,7 @@ def exponential(b: ir.IRBuilder, x: Any) -> Any:
         series = fma(b, series, rest, constant(V16F, coefficient))
     result = fma(b, b.fmul(rest, rest), series, rest)
     result = b.fadd(result, constant(V16F, 1.0))
-    # Scale by 2**n in two steps, so that subnormal results and n = 128 come out.
-    n = b.sub(b.bitcast(shifted, V16I), constant(V16I, 0x4B400000))
-    first = b.ashr(n, constant(V16I, 1))
-    for power in (first, b.sub(n, first)):
-        scale = b.shl(b.add(power, constant(V16I, 127)), constant(V16I, 23))
-        result = b.fmul(result, b.bitcast(scale, V16F))
-    return result
+    return result, count, b.sub(b.bitcast(shifted, V16I), constant(V16I, 0x4B400000))
 
 
 def rounded_to_bf16(b: ir.IRBuilder, value: Any) -> Any:
