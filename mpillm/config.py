@@ -188,6 +188,9 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)", text.strip())
     if match:
         days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        if seconds >= 60 or minutes >= 60 and match[2] or hours >= 24 and match[1]:
+            raise UsageError(f"time {text!r}: minutes and seconds behind a colon go to 59, hours behind days to 23; "
+                             f"90m or 36h count on")
         return 86400 * days + 3600 * hours + 60 * minutes + seconds
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if not match:
@@ -243,6 +246,7 @@ def resolve(from_file: dict[str, Any], from_command_line: dict[str, Any]) -> Run
 
 def _checked(name: str, value: Any, kind: str) -> Any:
     """A value of the file, of the type that the option has."""
+    shown = name.replace("_", "-")
     if name in ("kv_memory", "attention_scratch"):
         return parse_size(value)
     if name == "time_limit" and isinstance(value, str):
@@ -251,8 +255,8 @@ def _checked(name: str, value: Any, kind: str) -> Any:
         inner = str if "str" in kind else int
         if isinstance(value, list) and all(type(v) is inner for v in value):
             return tuple(value)
-        raise UsageError(f"configuration file: {name} must be a list of {inner.__name__}, not {value!r}")
+        raise UsageError(f"configuration file: {shown} must be a list of {inner.__name__}, not {value!r}")
     scalar = _SCALARS[kind.split(" |")[0]]
     if isinstance(value, bool) is not (scalar is bool) or not isinstance(value, scalar):
-        raise UsageError(f"configuration file: {name} must be of type {kind.split(' |')[0]}, not {value!r}")
+        raise UsageError(f"configuration file: {shown} must be of type {kind.split(' |')[0]}, not {value!r}")
     return float(value) if scalar == (int, float) else value

@@ -424,10 +424,11 @@ def _rank_row(rank: int, replica: int, tp_rank: int, weight_bytes: int, split: s
            "threads": place["threads"], "replica": replica, "tp_rank": tp_rank, "weight_bytes": weight_bytes,
            "kv_bytes_per_token": 0}
     nothing = Span(0, 0)
-    spans = {"head": nothing, "kv_head": nothing, "column": nothing, "vocab": nothing}
+    spans = dict.fromkeys(("head", "kv_head", "column", "expert", "vocab"), nothing)
     if replica >= 0:
         share = split.partition.shares[tp_rank]
-        spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns, "vocab": share.vocab}
+        spans = {"head": share.heads, "kv_head": share.kv_heads, "column": share.columns,
+                 "expert": share.experts, "vocab": share.vocab}
         row["kv_bytes_per_token"] = round(_cache_token_bytes(settings, job, split, tp_rank))
     for name, span in spans.items():
         row[f"{name}_start"], row[f"{name}_stop"] = span.start, span.stop

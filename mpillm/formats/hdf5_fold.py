@@ -245,7 +245,8 @@ def write_ranks(out: WritableFile, ranks: list[RankFile]) -> None:
     told = sorted((rank for rank in ranks if rank.row), key=lambda rank: (rank.head["attempt"], rank.head["rank"]))
     table = np.zeros(len(told), RANKS)
     for row, rank in zip(table, told, strict=True):
-        values: dict[str, Any] = {**rank.row, "attempt": rank.head["attempt"]}
+        # A run that an older version began did not note its experts.
+        values: dict[str, Any] = {"expert_start": 0, "expert_stop": 0, **rank.row, "attempt": rank.head["attempt"]}
         missing = set(RANKS.names or ()) - set(values)
         assert not missing, f"the row of a rank lacks the columns {sorted(missing)}"
         for name in RANKS.names or ():

@@ -90,8 +90,8 @@ def test_latent_attention(tmp_path):
     lines = [{"id": f"p{i}", "prompt_token_ids": [(7 * i + k) % 200 + 3 for k in range(5 + 60 * i)], "max_tokens": 70}
              for i in range(4)]
     found = {}
-    for mode, mla in (("redundant", "2"), ("sharded", "auto")):
-        more = ("--weights", "f32", "--kv-type", "f32", "--temperature", "0", "--ignore-eos", "--tp", 6, "--logits",
+    for mode, mla, experts in (("redundant", "2", "columns"), ("sharded", "auto", "experts")):
+        more = ("--moe-split", experts, "--weights", "f32", "--kv-type", "f32", "--temperature", "0", "--ignore-eos", "--tp", 6, "--logits",
                 "generated", "--logits-type", "f32", "--kv-mode", mode, "--mla", mla)
         found[mode] = run_program(tmp_path, 6, model, lines, *more, name=mode)
     for i in range(4):
@@ -102,6 +102,10 @@ def test_latent_attention(tmp_path):
         described, ranks = json.loads(cut.attrs["layout"]), cut["ranks"]
         assert (described["kv_mode"], described["rows"], described["width"]) == ("sharded", 1, 6)
         assert ranks["kv_bytes_per_token"].tolist() == [round(2 * (72 + 8) * 4 / 6)] * 6       # layers, columns, f32
+        starts, stops = ranks["expert_start"].tolist(), ranks["expert_stop"].tolist()
+        assert [*starts, V2["n_routed_experts"]] == [0, *stops] and min(stops) > 0
+    with h5py.File(found["redundant"].hdf5) as by_columns:
+        assert (by_columns["ranks"]["expert_stop"] == V2["n_routed_experts"]).all()
 
 
 def test_a_prompt_beyond_all_places_fails_alone_and_one_beyond_one_place_does_not(tmp_path):

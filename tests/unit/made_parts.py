@@ -62,7 +62,8 @@ def logits_keys(requests: list[dict], random: np.random.Generator) -> np.ndarray
 
 
 def rank_row(rank: int, replica: int = 0, tp_rank: int = 0) -> dict:
-    owned = {f"{name}_{end}": 1 for name in ("head", "kv_head", "column", "vocab") for end in ("start", "stop")}
+    owned = {f"{name}_{end}": 1 for name in ("head", "kv_head", "column", "expert", "vocab")
+             for end in ("start", "stop")}
     row = dict(rank=rank, host="näme", replica=replica, tp_rank=tp_rank, cores="0-3", numa="0", threads=2,
                weight_bytes=10**11, kv_bytes_per_token=64, **owned)
     assert {*row, "attempt"} == set(RANKS.names)

@@ -28,6 +28,18 @@ def test_a_formatted_size_reads_back_within_its_digits(size):
     assert config.parse_size(config.format_size(size)) == pytest.approx(size, rel=0.06, abs=1)
 
 
+@pytest.mark.parametrize("text, seconds", [("5400", 5400), ("90:00", 5400), ("1:30:00", 5400), ("2-12:00:00", 216000),
+                                           ("36h", 129600), ("100:30", 6030), ("0:59", 59), ("48:00:00", 172800)])
+def test_durations(text, seconds):
+    assert config.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1:99:00", "1:60", "1:00:60", "1-24:00:00", "1-1:60:00"])
+def test_parts_of_a_duration_stay_below_the_next(text):
+    with pytest.raises(UsageError, match=f"time '{text}': minutes and seconds"):
+        config.parse_duration(text)
+
+
 def test_defaults_and_names_beside_the_prompts():
     run = options.parse(["--prompts", "a/in.jsonl"])
     assert (run.output_path, run.results_path) == ("a/in.h5", "a/in.results.jsonl")
@@ -67,7 +79,7 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize("text, said", [
     ("prompts = 3", "prompts must be of type str"), ("nonsense = 1", "'nonsense' (mpillm run --help lists"),
     ("mx-batch = 1", "unknown option 'mx-batch' (did you mean 'max-batch'?)"),
-    ("max-batch = true", "max_batch must be of type int"), ("max-batch = 2.5", "max_batch must be of type int"),
+    ("max-batch = true", "max-batch must be of type int"), ("max-batch = 2.5", "max-batch must be of type int"),
     ("stop = 'x'", "stop must be a list of str"), ("stop-token-ids = ['x']", "must be a list of int"),
     ("kv-type = 'int4'", "--kv-type 'int4' is not one of"),
     ("a = [", "run.toml is not a TOML file"), ("pin = 'no'", "of type bool"),
