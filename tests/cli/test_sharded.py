@@ -91,7 +91,8 @@ def test_latent_attention(tmp_path):
              for i in range(4)]
     found = {}
     for mode, mla, experts in (("redundant", "2", "columns"), ("sharded", "auto", "experts")):
-        more = ("--moe-split", experts, "--weights", "f32", "--kv-type", "f32", "--temperature", "0", "--ignore-eos", "--tp", 6, "--logits",
+        more = ("--moe-split", experts,
+                "--weights", "f32", "--kv-type", "f32", "--temperature", "0", "--ignore-eos", "--tp", 6, "--logits",
                 "generated", "--logits-type", "f32", "--kv-mode", mode, "--mla", mla)
         found[mode] = run_program(tmp_path, 6, model, lines, *more, name=mode)
     for i in range(4):
