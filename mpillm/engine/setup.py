@@ -186,6 +186,7 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
         widest += in_row * (query + value + 1) + places * share.heads.size * (value + 1)
         widest += 0 if model.latent else 2 * share.kv_heads.size * model.head_dim
     if model.mla == 3 and share.heads:
+        attention += 4 * kernels.STRETCH * (16 + model.kv_rank + 32)        # a stretch's latents as products take them
         for each in (rows, rows // 2)[:1 + halves]:
             attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
     # Of a plan; mode 3 has one more without prompts, and one for stretches of prompts
