@@ -130,7 +130,8 @@ class Outputs:
             return
         self._results = results.Target(results_path, overwrite, resume)
         try:
-            hdf5.check_output(output, overwrite, keep=True, resume=resume)
+            # Parts that hold no finished line are in nobody's way: a start that failed, corrected, may just run.
+            hdf5.check_output(output, overwrite, keep=True, resume=resume or _nothing_done(self.parts))
             self._lock = Hold(os.path.join(self.parts, LOCK), f"the output {output}")
         except BaseException:
             self._results.release()
@@ -172,6 +173,17 @@ class Outputs:
         if os.path.isdir(self.parts) and not hdf5.has_journals(self.parts):
             with contextlib.suppress(OutputError):      # something of the user's lies there
                 hdf5.discard_parts(self.parts)
+
+
+def _nothing_done(parts: str) -> bool:
+    """Whether all that an earlier run left in the folder is a start without a finished line."""
+    found = [os.path.lexists(os.path.join(parts, name)) for name in (hdf5.COMMITTED, hdf5.COPY)]
+    if any(found) or not os.path.isdir(parts):
+        return False
+    try:
+        return not len(part_scan.read_parts(parts).places)
+    except OutputError:
+        return False
 
 
 def _discard(parts: str) -> str | None:

@@ -41,7 +41,8 @@ LOCK = "lock"            # file in the folder of parts that the run holds
 COMMITTED = "committed"  # file there that says: both outputs are complete, under their temporary names or their own
 REPLACE = "replace"      # content of that mark where they may replace files of their names
 COMING = ("prompts.digests.new", "prompts.copy.new")       # of a run that has not begun yet
-OURS = (COMMITTED, "run.json", "run.json.tmp", "prompts.digests", "prompts.copy", *COMING)
+COPY = "prompts.copy"    # of prompts that came from a pipe: there is no other
+OURS = (COMMITTED, "run.json", "run.json.tmp", "prompts.digests", COPY, *COMING)
 
 
 def check_output(path: _Path, overwrite: bool, keep: bool = False, resume: bool = False) -> str:

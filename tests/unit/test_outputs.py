@@ -120,6 +120,34 @@ def test_parts_of_a_killed_run_go_only_when_the_next_begins(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("left", [(), ("run.json",), ("requests-0000-00000.journal",)])
+def test_a_start_without_a_finished_line_is_in_nobody_s_way(tmp_path, left):
+    failed = io.Outputs(*paths(tmp_path), False)
+    record(failed.parts)
+    for name in os.listdir(failed.parts):
+        if name not in (*left, "lock"):
+            os.unlink(os.path.join(failed.parts, name))
+    if "run.json" in left:
+        open(os.path.join(failed.parts, "run.json"), "x").close()
+    with pytest.raises(OutputError, match="another run is writing"):
+        io.Outputs(str(tmp_path / "o.h5"), str(tmp_path / "r2"), False)
+    failed._results.release()
+    failed._lock.release()                              # as a kill leaves it
+    again = io.Outputs(*paths(tmp_path), False)
+    again.begin()
+    assert os.listdir(again.parts) == ["lock"]
+    again.release()
+
+
+def test_a_piped_prompt_s_copy_is_never_dropped_unasked(tmp_path):
+    failed = io.Outputs(*paths(tmp_path), False)
+    record(failed.parts)
+    open(os.path.join(failed.parts, "prompts.copy"), "x").close()
+    failed.release()
+    with pytest.raises(OutputError, match="parts of an earlier run.*--resume.*--overwrite"):
+        io.Outputs(*paths(tmp_path), False)
+
+
 def test_parts_of_a_killed_run_stay_when_it_is_resumed(tmp_path):
     killed = io.Outputs(*paths(tmp_path), False)
     record(killed.parts, 2, 0)
