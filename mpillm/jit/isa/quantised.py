@@ -101,9 +101,10 @@ def _function(module: ir.Module, name: str, kinds: list) -> ir.Function:
         _copy(b, rows, y, column, y_stride, sums, I64(0), I64(LANES))
         with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (block, _):
             own = v.at(b, codes, b.mul(block, I64(shape.codes)), I8)
+            # To the second cache: the first has few places for lines that are on their way, which loads need too.
+            # The processor finds the few lines of scales by itself.
             for line in range(0, shape.codes, 64):
-                v.prefetch(b, v.at(b, own, I64(line), I8), AHEAD)
-            v.prefetch(b, v.at(b, scales, b.mul(block, I64(shape.words)), I16), AHEAD // 8)
+                v.prefetch(b, v.at(b, own, I64(line), I8), AHEAD, 2)
             for lane in range(0, LANES, DOTS[tier()].lanes):
                 place = _Place(scales, behind, phase, block, lane)
                 quads, scale = _decoded(b, name, own, lane), _Scales(b, name, place)

@@ -53,10 +53,10 @@ def load(b: ir.IRBuilder, kind: Any, address: Any, align: int) -> Any:
     return instruction
 
 
-def prefetch(b: ir.IRBuilder, address: Any, ahead: int) -> None:
-    """Ask for the cache line ``ahead`` bytes after ``address``; never faults."""
+def prefetch(b: ir.IRBuilder, address: Any, ahead: int, level: int = 1) -> None:
+    """Ask for the cache line ``ahead`` bytes after ``address``, into the cache of this level; never faults."""
     line = at(b, b.bitcast(address, I8.as_pointer()), I64(ahead), I8)
-    call(b, "llvm.prefetch.p0", ir.VoidType(), [line, I32(0), I32(3), I32(1)])
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [line, I32(0), I32(4 - level), I32(1)])
 
 
 def store(b: ir.IRBuilder, value: Any, address: Any, align: int) -> None:
