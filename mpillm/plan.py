@@ -398,8 +398,9 @@ class Plan:
         each = n_tiles * heads.n_kv_heads * heads.group_parts * queries * (tiling.width + 2)
         run, pieces, items = 0, 1, n_tiles * heads.n_kv_heads * heads.group_parts
         if parts > 1 and stretches > 1 and items < CROWD * parts:
-            # Single stretches where their sums fit the room, else spans of them, else all by one thread.
-            for run in (1, _attention.SPAN):
+            # Single stretches where their sums fit the room and are not too many to merge, else spans, else one thread.
+            many = heads.group_parts > 1 and items * (stretches // _attention.SPAN) >= CROWD * parts
+            for run in (_attention.SPAN,) if many else (1, _attention.SPAN):
                 pieces = -(-stretches // run)
                 if pieces > 1 and 4 * each * pieces <= self.scratch_nbytes:
                     break

@@ -33,7 +33,7 @@ from mpillm.jit.gemm import F32_1, VECTOR, reads
 from mpillm.jit.isa.amx import SCRATCH
 from mpillm.jit.isa.attention_amx import LN_2, two_to
 from mpillm.jit.isa.interleave import COLUMNS
-from mpillm.jit.isa.lanes import divide_row, exponential_of, times_row
+from mpillm.jit.isa.lanes import divide_row, exponential_of, pair_columns, times_row
 from mpillm.jit.isa.quantised import quantise_row
 from mpillm.jit.isa.select import key
 from mpillm.jit.tape import Operation
@@ -91,8 +91,10 @@ def _finish(most, total, acc, count, group, width, paired, out, row, out_stride,
         if nothing:
             out[to:to + size] = 0
         elif paired:
-            for d in range(size):
-                out[to + d] = acc[start + d // 32 * 32 + d % 2 * 16 + d % 32 // 2] / total[i]
+            divide_row(acc, start, total[i], acc, start, width)
+            pair_columns(acc, start, out, to, size // 32 * 32)
+            for d in range(size // 32 * 32, size):
+                out[to + d] = acc[start + d // 32 * 32 + d % 2 * 16 + d % 32 // 2]
         else:
             divide_row(acc, start, total[i], out, to, size)
         if lse.size:

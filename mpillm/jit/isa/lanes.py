@@ -178,6 +178,24 @@ def divide_row(typingctx, x, start, divisor, y, to, n):
     return _by_one_number(lambda b: b.fdiv, x, y)
 
 
+@intrinsic
+def pair_columns(typingctx, x, start, y, to, n):
+    """y[to:to + n] = x[start:start + n] with the halves of each 32 in turn; ``n`` is a multiple of 32."""
+    def codegen(context, b, signature, arguments):
+        x, start, y, to, n = arguments
+        x, y = v.data(context, b, signature.args[0], x), v.data(context, b, signature.args[2], y)
+        with cgutils.for_range_slice(b, I64(0), n, I64(2 * LANES), I64) as (at, _):
+            halves = [v.load(b, V16F, v.at(b, x, b.add(b.add(start, at), I64(i)), F32), 4) for i in (0, LANES)]
+            for half in range(2):
+                turns = [LANES * odd + LANES // 2 * half + i for i in range(LANES // 2) for odd in range(2)]
+                both = b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, LANES), turns))
+                v.store(b, both, v.at(b, y, b.add(b.add(to, at), I64(LANES * half)), F32), 4)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(x, i, y, i, i), codegen
+
+
 def _by_one_number(operation, x, y):
     """What an intrinsic on (x, start, number, y, to, n) returns."""
     def codegen(context, b, signature, arguments):
