@@ -110,10 +110,11 @@ def test_an_expired_run_stays_expired(runs, tmp_path):
 
 def test_one_job_at_a_time_and_what_one_left_is_not_overwritten_unasked(runs, tmp_path):
     long = write_lines(tmp_path / "long.jsonl", [LINES[0] | {"max_tokens": 500} for _ in range(200)])
-    job = started(tmp_path, long, 2)
-    for more in ("--resume", "--overwrite"):
+    job = started(tmp_path, long, 2, "--flush-every", "0.1")
+    for more in ("--resume", "--overwrite", "--flush-every=5"):
         ended = launch(1, arguments(tmp_path, long, more))
         assert ended.code == OUTPUT and "another run is writing" in ended.errors[0], ended.stderr[-3000:]
+    job.await_lines(1)
     assert job.process.poll() is None
     job.destroy()
     while any(job.found().values()):
