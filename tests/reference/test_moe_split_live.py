@@ -5,34 +5,24 @@ The seed is printed; ``MPILLM_LIVE_SEED`` repeats a run.
 
 from __future__ import annotations
 
-import os
-import random
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import fresh  # noqa: E402
 from case_list import BY_NAME, LATENT_CASES  # noqa: E402
-from cases import write_folder  # noqa: E402
 from comparing import check, run_case  # noqa: E402
-from make_checkpoints import record  # noqa: E402
-from recorded import Recorded  # noqa: E402
 
-SEED = int(os.environ.get("MPILLM_LIVE_SEED") or random.randrange(10**9))
 CASES = [BY_NAME[name] for name in ("experts", "experts_normed", "experts_dense")] + list(LATENT_CASES)
 
 
 @pytest.fixture(scope="module")
-def fresh(request, tmp_path_factory):
+def model(request, tmp_path_factory):
     """A folder of the case's figures with weights of this run's seed, and what transformers makes of it."""
-    print(f"MPILLM_LIVE_SEED={SEED}")
-    case = replace(request.param, name=f"{request.param.name}-{SEED}", lengths=(1, 23))
-    folder = write_folder(case, tmp_path_factory.mktemp(request.param.name) / "model")
-    found = record(case, folder)
-    return folder, [Recorded(found[f"prompt_{i}"].tolist(), found[f"ids_{i}"].tolist(), found[f"logits_{i}"])
-                    for i in range(len(case.lengths))]
+    fresh.say_the_seed()
+    folder = tmp_path_factory.mktemp(request.param.name) / "model"
+    return folder, fresh.drawn(request.param, folder, (1, 23))
 
 
 def runs() -> list:
@@ -46,9 +36,9 @@ def runs() -> list:
     return found
 
 
-@pytest.mark.parametrize("fresh, ranks, split", runs(), indirect=["fresh"])
-def test_either_split_gives_the_logits_of_transformers(fresh, split, ranks, tmp_path):
-    folder, prompts = fresh
+@pytest.mark.parametrize("model, ranks, split", runs(), indirect=["model"])
+def test_either_split_gives_the_logits_of_transformers(model, split, ranks, tmp_path):
+    folder, prompts = model
     found = run_case(tmp_path, folder, prompts, ranks, "redundant", "--moe-split", split)
     check(found, prompts, 5e-5)
     assert found.layout["moe_split"] == split
