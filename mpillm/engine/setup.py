@@ -189,8 +189,8 @@ def activation_bytes(run: RunConfig, model: ModelConfig, share: Share, threads: 
         attention += 4 * kernels.STRETCH * (16 + model.kv_rank + 32)        # a stretch's latents as products take them
         for each in (rows, rows // 2)[:1 + halves]:
             attention += kernels.prompt_nbytes(deepseek.local_heads(model, share), each, run.attention_scratch)
-    # Of a plan; mode 3 has one more without prompts, and one for stretches of prompts
-    tiles = (3 if model.mla == 3 else 1) * threads * kernels.TILES if kernels.tier() == "amx" else 0
+    # Of a plan, in every tier: fused products ask for it. Mode 3 has one more without prompts, one for their stretches
+    tiles = (3 if model.mla == 3 else 1) * threads * kernels.TILES
     return 4 * rows * (widest + threads * own + share.vocab.size) + threads * widened + slots + attention + tiles
 
 
