@@ -52,7 +52,7 @@ def crossing(subject: Subject, ranks: int, machine: Machine, batch: int, other: 
     """The least positions of each sequence, in blocks of 64, from which on sharded beats ``other``; None: beyond."""
     def ahead(count: int) -> bool:
         asked = Asked(64 * count, batch)
-        own, cut = (estimate.speed(subject.plan(asked, ranks, mode_of(subject, mode)), machine, asked, 1).decode
+        own, cut = (estimate.speed(subject.plan(asked, ranks, mode_of(subject, mode)), machine, 1).decode
                     for mode in (other, "sharded"))
         return cut > own
 

@@ -113,14 +113,14 @@ def plan(argv: list[str]) -> int:
     from mpillm.engine.subject import open_subject
 
     subject, source = open_subject(given.model, given.weights, given.tie_embeddings)
-    asked, mode = _asked(given, subject), _mode(given, subject)
-    chosen = subject.plan(asked, given.tp or given.ranks, mode)
-    table = _table(subject, asked, given, mode)
+    mode = _mode(given, subject)
+    chosen = subject.plan(_asked(given, subject, mode), given.tp or given.ranks, mode)
+    table = _table(subject, given, mode)
     machine = _machine(given, subject, [planned.tp for planned in table])
     speeds = None if machine is None else [
-        estimate.speed(planned, machine, asked, given.ranks // planned.tp) for planned in table]
-    found = tables.to_json(subject, source, asked, given, chosen, table, speeds, _types(subject, asked, chosen.tp))
-    own = None if machine is None else estimate.speed(chosen, machine, asked, given.ranks // chosen.tp)
+        estimate.speed(planned, machine, given.ranks // planned.tp) for planned in table]
+    found = tables.to_json(subject, source, given, chosen, table, speeds, _types(subject, chosen.asked, chosen.tp))
+    own = None if machine is None else estimate.speed(chosen, machine, given.ranks // chosen.tp)
     found["predicted"] = None if own is None else own.to_dict()
     print(tables.text(found))
     _write(given, found)
@@ -149,36 +149,41 @@ def _check(given: argparse.Namespace) -> None:
         plot.check(given.plot)
 
 
-def _asked(given: argparse.Namespace, subject: Subject) -> Asked:
+def _asked(given: argparse.Namespace, subject: Subject, mode: Mode) -> Asked:
     from mpillm.engine.estimate import Asked
-    from mpillm.engine.setup import decided
 
     if given.context is not None and given.context > subject.context:
         raise UsageError(f"--context {given.context} is beyond the model's {subject.context} positions")
     context = given.context or min(4096, subject.context)
-    own = decided(config.RunConfig("", mla=given.mla, kv_mode=given.kv_mode, kv_type=given.kv_type,
-                                   kv_type_v=given.kv_type_v or given.kv_type, prefill_chunk=given.prefill_chunk),
-                  subject.model)[0]
-    return Asked(context, given.batch, own.chunk, given.threads_per_rank, given.weights, given.kv_type,
-                 given.kv_type_v or "", given.moe_split, given.attention_scratch)
+    return Asked(context, given.batch, _chunk(given, subject, mode), given.threads_per_rank, given.weights,
+                 given.kv_type, given.kv_type_v or "", given.moe_split, given.attention_scratch)
+
+
+def _chunk(given: argparse.Namespace, subject: Subject, mode: Mode) -> int:
+    """Rows of a prefill step of a run in this mode: what --mla auto chooses may have its own."""
+    from mpillm.engine.setup import decided
+
+    run = config.RunConfig("", kv_mode=mode.kv_mode, prefill_chunk=given.prefill_chunk)
+    chosen, model = decided(run, subject.model)
+    return chosen.chunk if given.mla == "auto" and model.mla == mode.mla else run.chunk
 
 
 def _mode(given: argparse.Namespace, subject: Subject) -> Mode:
     from mpillm.engine.estimate import Mode
     from mpillm.engine.setup import decided
 
-    if not subject.model.latent:
-        return Mode(given.kv_mode)
-    run = config.RunConfig("", mla=given.mla, kv_mode=given.kv_mode)
-    return Mode(given.kv_mode, decided(run, subject.model)[1].mla)
+    run = config.RunConfig("", mla=given.mla, kv_mode=given.kv_mode, kv_type=given.kv_type,
+                           kv_type_v=given.kv_type_v or given.kv_type)
+    model = decided(run, subject.model)[1]
+    return Mode(given.kv_mode, model.mla if model.latent else None)
 
 
-def _table(subject: Subject, asked: Asked, given: argparse.Namespace, mode: Mode) -> list[Planned]:
+def _table(subject: Subject, given: argparse.Namespace, mode: Mode) -> list[Planned]:
     """Powers of two up to the ranks of a replica and these, in all modes that differ and the one that is asked for."""
     most = given.tp or given.ranks
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})[-SIZES_SHOWN:]
-    modes = list(dict.fromkeys([*subject.modes(), mode]))
-    found = [subject.plan(asked, tp, one) for tp in sizes for one in modes]
+    modes = {one: _asked(given, subject, one) for one in [*subject.modes(), mode]}
+    found = [subject.plan(asked, tp, one) for tp in sizes for one, asked in modes.items()]
     return [planned for planned in found if planned.mode.kv_mode == "redundant" or not planned.alike]
 
 

@@ -13,14 +13,13 @@ from mpillm.engine.estimate import TERMS
 from mpillm.models.load import LOADING_BYTES
 
 if TYPE_CHECKING:
-    from mpillm.engine.estimate import Asked, Planned, Speed, Subject
+    from mpillm.engine.estimate import Planned, Speed, Subject
 
 
-def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespace, chosen: Planned,
-            table: Sequence[Planned], speeds: Sequence[Speed] | None,
-            types: dict[str, dict[str, int | None]]) -> dict[str, Any]:
+def to_json(subject: Subject, source: str, given: argparse.Namespace, chosen: Planned, table: Sequence[Planned],
+            speeds: Sequence[Speed] | None, types: dict[str, dict[str, int | None]]) -> dict[str, Any]:
     """All figures; bytes, seconds, tokens/s. ``predicted`` is left to the caller."""
-    memory = given.memory_per_rank
+    asked, memory = chosen.asked, given.memory_per_rank
     return {
         "model": {"name": subject.name, **subject.figures()}, "weights": list(subject.formats), "weights_from": source,
         "ranks": given.ranks, "tp": chosen.tp, "dp": given.ranks // chosen.tp, "kv_mode": chosen.mode.kv_mode,
@@ -29,17 +28,16 @@ def to_json(subject: Subject, source: str, asked: Asked, given: argparse.Namespa
         "context": asked.context, "batch": asked.batch, "prefill_chunk": asked.chunk,
         "per_rank": [rank.to_dict() for rank in chosen.ranks],
         "runtime_bytes": setup.RUNTIME_BYTES, "loading_bytes": LOADING_BYTES,
-        "read_bytes_per_token": round(chosen.read_per_token(asked)), "exchanges_per_token": chosen.exchanges,
+        "read_bytes_per_token": round(chosen.read_per_token), "exchanges_per_token": chosen.exchanges,
         "exchange_bytes_per_token": chosen.exchange_bytes, "kv_bytes_per_token": types,
         "memory": None if memory is None else {
             "per_rank": memory, "needed": chosen.needed_bytes, "fits": chosen.needed_bytes <= memory,
             "cache_tokens": chosen.cache_tokens(memory)},
-        "table": [_row(planned, asked, memory, None if speeds is None else speeds[i])
-                  for i, planned in enumerate(table)]}
+        "table": [_row(planned, memory, None if speeds is None else speeds[i]) for i, planned in enumerate(table)]}
 
 
-def _row(planned: Planned, asked: Asked, memory: int | None, speed: Speed | None) -> dict[str, Any]:
-    return {"tp": planned.tp, "mode": planned.mode.name,
+def _row(planned: Planned, memory: int | None, speed: Speed | None) -> dict[str, Any]:
+    return {"tp": planned.tp, "mode": planned.mode.name, "prefill_chunk": planned.asked.chunk,
             "weight_bytes": max(rank.weight_bytes for rank in planned.ranks),
             "duplicated_kv_weight_bytes": max(rank.duplicated_kv_weight_bytes for rank in planned.ranks),
             "kv_bytes_per_token": planned.cache_per_token,
@@ -47,7 +45,7 @@ def _row(planned: Planned, asked: Asked, memory: int | None, speed: Speed | None
             "scratch_bytes": max(rank.scratch_bytes for rank in planned.ranks),
             "needed_bytes": planned.needed_bytes, "fits": None if memory is None else planned.needed_bytes <= memory,
             "cache_tokens": None if memory is None else planned.cache_tokens(memory),
-            "read_bytes_per_token": round(planned.read_per_token(asked)), "exchanges_per_token": planned.exchanges,
+            "read_bytes_per_token": round(planned.read_per_token), "exchanges_per_token": planned.exchanges,
             "exchange_bytes_per_token": planned.exchange_bytes, **({} if speed is None else speed.to_dict())}
 
 

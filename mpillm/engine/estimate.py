@@ -97,6 +97,7 @@ class RankFigures:
 class Planned:
     """One split in one mode. ``decode`` and ``prefill``: the rank that reads the most, as the cost model sees it."""
 
+    asked: Asked
     tp: int
     mode: Mode
     ranks: tuple[RankFigures, ...]
@@ -129,9 +130,10 @@ class Planned:
         own = self.decode
         return 0 if self.tp == 1 else round(own.sums * own.row_bytes + own.swaps * own.swap_bytes)
 
-    def read_per_token(self, asked: Asked) -> float:
+    @property
+    def read_per_token(self) -> float:
         """Bytes that the fullest rank reads for a token of a full batch: its part of the weights, one cache."""
-        return self.decode.read_bytes / asked.batch + asked.context * self.decode.cache_bytes
+        return self.decode.read_bytes / self.asked.batch + self.asked.context * self.decode.cache_bytes
 
     def cache_tokens(self, memory: int) -> int | None:
         """Positions that fit beside weights, scratch and runtime; None: any number. Negative memory holds none."""
@@ -196,7 +198,7 @@ class Subject:
         chunk = min(asked.chunk, asked.context)
         prefill = dataclasses.replace(decode, read_bytes=step_bytes(split, fullest, chunk),
                                       attention_products=attending(model, heads, chunk))
-        return Planned(tp, mode, ranks, decode, prefill)
+        return Planned(asked, tp, mode, ranks, decode, prefill)
 
     def _rank(self, asked: Asked, run: RunConfig, model: ModelConfig, split: Partition, share: Share,
               copies: Counter[int]) -> RankFigures:
@@ -307,8 +309,9 @@ def bound(terms: dict[str, float]) -> str:
     return max(terms, key=terms.__getitem__)
 
 
-def speed(planned: Planned, machine: cost.Machine, asked: Asked, dp: int) -> Speed:
+def speed(planned: Planned, machine: cost.Machine, dp: int) -> Speed:
     """Of ``dp`` replicas: decode with all caches full, prefill in chunks at half of the context."""
+    asked = planned.asked
     batch, chunk = asked.batch, min(asked.chunk, asked.context)
     decode = cost.step_terms(planned.decode, machine, batch, batch, float(batch * asked.context))
     prefill = cost.step_terms(planned.prefill, machine, chunk, 1, asked.context / 2, chunk * asked.context / 2)

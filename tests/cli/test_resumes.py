@@ -24,6 +24,7 @@ MODEL = ROOT / "tests" / "reference" / "data" / "saved_tiny"
 LINES = [{"id": f"p{i}", "prompt_token_ids": [10 + i, 20], "max_tokens": 3 + i % 4, "ignore_eos": True}
          for i in range(12)]
 USAGE, OUTPUT, EXPIRED = 2, 5, 9
+ENDLESS = 4000      # lines of some hundred tokens that no machine answers while a test lasts
 
 
 def arguments(folder: Path, prompts: Path, *more: str, model: Path = MODEL) -> list[str]:
@@ -109,7 +110,7 @@ def test_an_expired_run_stays_expired(runs, tmp_path):
 
 
 def test_one_job_at_a_time_and_what_one_left_is_not_overwritten_unasked(runs, tmp_path):
-    long = write_lines(tmp_path / "long.jsonl", [LINES[0] | {"max_tokens": 500} for _ in range(200)])
+    long = write_lines(tmp_path / "long.jsonl", [LINES[0] | {"max_tokens": 500} for _ in range(ENDLESS)])
     job = started(tmp_path, long, 2, "--flush-every", "0.1")
     for more in ("--resume", "--overwrite", "--flush-every=5"):
         ended = launch(1, arguments(tmp_path, long, more))
@@ -124,7 +125,7 @@ def test_one_job_at_a_time_and_what_one_left_is_not_overwritten_unasked(runs, tm
 
 
 def test_a_rank_that_cannot_write_is_named_in_seconds(runs, tmp_path):
-    long = write_lines(tmp_path / "long.jsonl", [LINES[0] | {"max_tokens": 300} for _ in range(30)])
+    long = write_lines(tmp_path / "long.jsonl", [LINES[0] | {"max_tokens": 300} for _ in range(ENDLESS)])
     job = started(tmp_path, long, 3, "--tp", "3", "--flush-every", "0.2")
     began = time.monotonic()
     resource.prlimit(worker(job, 2), resource.RLIMIT_FSIZE, (1, 1))

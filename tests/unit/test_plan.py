@@ -158,6 +158,17 @@ def test_auto_takes_longer_steps_and_values_have_a_type_where_there_are_some(tmp
     assert found["per_rank"][0]["kv_bytes_per_token"] == 27 * (576 // 32 * 34 + 2 * 512)
 
 
+def test_a_row_of_the_table_is_the_plan_of_its_mode(tmp_path):
+    where = ["--model", MODELS / "DeepSeek-V2-Lite", "--ranks", 3]
+    table = {row["mode"]: row for row in planned_json(tmp_path, *where)["table"] if row["tp"] == 3}
+    for mla, kv_mode in ((0, "redundant"), (1, "redundant"), (2, "redundant"), (2, "sharded")):
+        own = planned_json(tmp_path, *where, "--mla", mla, "--kv-mode", kv_mode)
+        row = table[f"mla {mla} {kv_mode}"]
+        assert row["prefill_chunk"] == own["prefill_chunk"] == 512
+        assert row["scratch_bytes"] == max(rank["scratch_bytes"] for rank in own["per_rank"])
+    assert table["mla 3 redundant"]["prefill_chunk"] == setup.LATENT_CHUNK
+
+
 def test_scratch_is_bounded_by_its_option_and_experts_may_be_dealt(tmp_path):
     where = ["--model", MODELS / "DeepSeek-V2-Lite", "--ranks", 5, "--threads-per-rank", 4, "--mla", 3]
     large, small = (planned_json(tmp_path, *where, "--attention-scratch", size)["per_rank"][0]["scratch_bytes"]
@@ -188,13 +199,13 @@ def test_more_work_never_takes_less_and_better_machines_are_never_slower(name, t
     assert one.cache_tokens(one.needed_bytes) is None or one.cache_tokens(one.needed_bytes + (1 << 30)) >= \
         one.cache_tokens(one.needed_bytes)
     quicker = data.draw(st.floats(1, 50))
-    before = estimate.speed(one, FAST, asked, 1)
+    before = estimate.speed(one, FAST, 1)
     for better in (dataclasses.replace(FAST, read=FAST.read * quicker),
                    dataclasses.replace(FAST, operations=FAST.operations * quicker),
                    dataclasses.replace(FAST, exchanges=tuple((r, n, s / quicker) for r, n, s in FAST.exchanges))):
-        after = estimate.speed(one, better, asked, 1)
+        after = estimate.speed(one, better, 1)
         assert after.decode >= before.decode * (1 - 1e-9) and after.prefill >= before.prefill * (1 - 1e-9)
-    assert estimate.speed(one, FAST, asked, 3).decode == pytest.approx(3 * before.decode)
+    assert estimate.speed(one, FAST, 3).decode == pytest.approx(3 * before.decode)
     assert asked.batch / total_seconds(before.decode_terms) == pytest.approx(before.decode)
 
 

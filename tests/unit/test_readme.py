@@ -7,7 +7,10 @@ import shlex
 from pathlib import Path
 
 from mpillm.cli import options, plan
+from mpillm.config import parse_size
+from mpillm.engine.setup import RUNTIME_BYTES
 from mpillm.jit.isa import select
+from mpillm.models.load import LOADING_BYTES
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 PLANNING = README.parent / "docs" / "planning.md"
@@ -40,6 +43,12 @@ def test_the_example_of_the_plan_page_is_what_the_program_prints(monkeypatch, ca
     monkeypatch.chdir(README.parent)
     assert plan.plan(shlex.split(command.replace("\\\n", " "))[2:]) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_the_constants_of_the_plan_page_are_the_programs():
+    sums = re.search(r"The sum has ([^,]*) for Python, MPI and compiled kernels, and ([^.]*) for the buffers",
+                     PLANNING.read_text())
+    assert [parse_size(size.replace(" ", "")) for size in sums.groups()] == [RUNTIME_BYTES, LOADING_BYTES]
 
 
 def test_examples_of_the_plans_help_are_accepted(monkeypatch):
