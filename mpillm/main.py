@@ -152,10 +152,10 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 
 def as_module() -> int:
     """`python -m mpillm.main` is `mpillm run`, unless it names another sub-command."""
-    from mpillm.cli import COMMANDS
+    from mpillm.cli import COMMANDS, VERSION
 
     given = sys.argv[1:]
-    return program(given if given and given[0] in COMMANDS else ["run", *given])
+    return program(given if given and given[0] in (*COMMANDS, VERSION) else ["run", *given])
 
 
 def program(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from mpillm import __version__
 from mpillm.errors import UsageError
 from mpillm.machine.launch import is_first
 
@@ -23,8 +24,9 @@ commands:
   split       one part of a prompts file, for an array of jobs: mpillm split --prompts in.jsonl --part 1/8 ..
   merge       their results as one file: mpillm merge --prompts in.jsonl --output all.results.jsonl p*.results.jsonl
 
-`mpillm COMMAND --help` lists the options of a command.
+`mpillm COMMAND --help` lists the options of a command, `mpillm --version` says which version this is.
 """
+VERSION = "--version"
 
 
 def _run(argv: list[str]) -> int:
@@ -89,6 +91,10 @@ def command(argv: list[str]) -> int:
         error = UsageError(f"there is no command {argv[0]!r}: use one of {', '.join(COMMANDS)}")
         error.agreed, error.quiet = True, not first
         raise error
+    if argv and argv[0] == VERSION:
+        if first:
+            print(f"mpillm {__version__}")
+        return 0
     if not argv or argv[0] in ("-h", "--help"):
         if first:
             print(HELP, end="")

@@ -10,7 +10,8 @@ from numba import types
 
 from mpillm.jit import policy
 from mpillm.jit.gemm import ELEMENTS, F32_2, ROWS, VECTOR, reads
-from mpillm.jit.isa.generic import flat, load_number, pack_sixteen, spread_sixteen, store_number
+from mpillm.jit.isa.generic import flat, load_number, pack_sixteen, store_number
+from mpillm.jit.isa.interleave import SPREAD, spread_panel
 from mpillm.jit.parallel import in_parts
 
 
@@ -62,16 +63,14 @@ def _pack_words_part(part, parts, x, rows, words, first, every, shift, w, panel_
     panels, bad = stop_panel - first_panel, 0
     for p in range(first_panel + part * panels // parts, first_panel + (part + 1) * panels // parts):
         top, bottom, to = max(first, 16 * p), min(first + rows, 16 * p + 16), (p * every + shift) * panel_stride
-        for start in range(0, words, 16):        # 16 cache lines of the panel at a time
-            for n in range(top, bottom):
-                source, target = (n - first) * words + start, to + 16 * start + n - 16 * p
-                if start + 16 <= words:
-                    bad += spread_sixteen(x, source, w, target, low, high)
-                    continue
-                for i in range(words - start):
-                    word = x[source + i]
-                    w[target + 16 * i] = word
-                    bad += ((word & low) == low) + (high != 0 and (word & high) == high)
+        done = 0
+        if bottom - top == 16:
+            bad, done = bad + spread_panel(x, (top - first) * words, words, w, to, low, high), words // SPREAD * SPREAD
+        for n in range(top, bottom):
+            for i in range(done, words):
+                word = x[(n - first) * words + i]
+                w[to + 16 * i + n - 16 * p] = word
+                bad += ((word & low) == low) + (high != 0 and (word & high) == high)
     counts[part] = bad
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from made_parts import FAILED, HEADER, make_request
 
-from mpillm import cli, main
+from mpillm import __version__, cli, main
 from mpillm.cli import report
 from mpillm.cli.show import show
 from mpillm.config import RunConfig
@@ -315,6 +315,13 @@ def test_an_unknown_command_names_the_known_ones(monkeypatch):
         with pytest.raises(UsageError, match="no command 'ruin': use one of run, perplexity") as caught:
             cli.command(["ruin", "--prompts", "x"])
         assert caught.value.agreed and caught.value.quiet is quiet
+
+
+def test_the_version_is_said_once(monkeypatch, capsys):
+    for rank, said in (("0", f"mpillm {__version__}\n"), ("1", "")):
+        monkeypatch.setenv("PMI_RANK", rank)
+        assert cli.command(["--version"]) == 0
+        assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("argv, code", [(["--help"], 0), (["-h"], 0), ([], 2)])

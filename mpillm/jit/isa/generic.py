@@ -243,31 +243,6 @@ def pack_sixteen(typingctx, x, start, stride, k, w, to, limit):
     return result(x, types.intp, types.intp, types.intp, w, types.intp, types.float32), codegen
 
 
-@intrinsic
-def spread_sixteen(typingctx, x, start, w, to, low, high):
-    """w[to + 16 * i] = x[start + i] for i < 16, of integers.
-
-    Returns how many have all bits of ``low`` set, and how many those of ``high`` if it is not 0.
-    """
-    def codegen(context, b, signature, arguments):
-        x, w = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 2))
-        word = context.get_value_type(signature.args[0].dtype)
-        source, target = v.at(b, x, arguments[1], word), v.at(b, w, arguments[3], word)
-        for i in range(LANES):
-            value = v.load(b, word, v.at(b, source, I64(i), word), 2)
-            v.store(b, value, v.at(b, target, I64(LANES * i), word), 2)
-        together = ir.VectorType(word, LANES)
-        values, count = v.load(b, together, source, 2), I64(0)
-        for bits in arguments[4:]:
-            wanted = v.splat(b, bits, together)
-            found = b.bitcast(b.icmp_unsigned("==", b.and_(values, wanted), wanted), I16)
-            number = b.zext(b.ctpop(found), I64)
-            count = b.add(count, b.select(b.icmp_unsigned("==", bits, word(0)), I64(0), number))
-        return count
-
-    return types.intp(x, types.intp, w, types.intp, x.dtype, x.dtype), codegen
-
-
 def _rounded(b: ir.IRBuilder, name: str, values: Any) -> Any:
     """16 floats as the elements of an f32, f16 or bf16 array."""
     if name == "f32":

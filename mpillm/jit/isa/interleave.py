@@ -1,7 +1,8 @@
-"""Columns of cached keys turned into rows of values: a tile of 64 positions and 32 columns, which stays in L1.
+"""Rows turned into columns: words of 16 stored rows into the lanes of a panel, columns of cached keys into values.
 
-Keys stand in panels of 16 positions, positions side by side (see jit/attention.py). Moving bits only, so that what a
-position holds is never read as a number here. Offsets are in elements of the array that they belong to.
+Keys stand in panels of 16 positions, positions side by side (see jit/attention.py); a tile of 64 positions and 32
+columns stays in L1. Moving bits only, so that what a position holds is never read as a number here. Offsets are in
+elements of the array that they belong to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mpillm.jit.isa.select import at_least
 from mpillm.jit.isa.vector import F32, HALF, I8, I32, I64, LANES
 
 COLUMNS = 32           # of a tile
+SPREAD, TURNED = 64, 8           # words that are read of each row at a time, and that are turned at a time
 PAIR = {"bf16": 2}     # columns that stand together in a row of a panel
 _V4I = ir.VectorType(I32, 4)
 #: of four vectors of four words, the words side by side
@@ -112,6 +114,61 @@ def _joined(b: ir.IRBuilder, vectors: list[Any]) -> Any:
         order = ir.Constant(ir.VectorType(I32, 2 * vectors[0].type.count), list(range(2 * vectors[0].type.count)))
         vectors = [b.shuffle_vector(*vectors[i:i + 2], order) for i in range(0, len(vectors), 2)]
     return vectors[0]
+
+
+def turned_words(b: ir.IRBuilder, rows: list[Any], count: int) -> list[Any]:
+    """Words 0 ... ``count`` - 1, a multiple of 4, of 16 rows of bytes: of each a vector of 16, a lane of every row."""
+    lanes, found = LANES if at_least("avx512") else 8, []       # as many at a time as a register has
+    for first in range(0, count, 4):
+        halves = []
+        for column in range(0, LANES, lanes):
+            parts = [_joined(b, [v.load(b, _V4I, v.at(b, row, I64(4 * first), I8), 1)
+                                 for row in rows[column + i:column + lanes:4]]) for i in range(4)]
+            halves.append(_quarters_turned(b, parts))
+        found += [_joined(b, list(parts)) for parts in zip(*halves, strict=True)]
+    return found
+
+
+@intrinsic
+def spread_panel(typingctx, x, start, words, w, to, low, high):
+    """w[to + 16 * i + n] = x[start + n * words + i] for 16 rows n and i < words // SPREAD * SPREAD, of 16 or 32 bits.
+
+    Returns how many have all bits of ``low`` set, and how many those of ``high`` if it is not 0.
+    """
+    def codegen(context, b, signature, arguments):
+        x, w = (v.data(context, b, signature.args[i], arguments[i]) for i in (0, 3))
+        start, words, to = (arguments[i] for i in (1, 2, 4))
+        word = context.get_value_type(signature.args[0].dtype)
+        pairs = word.width == 16
+        size, each = word.width // 8, ir.VectorType(word, LANES)
+        # Rows may lie a power of two apart, where few of their lines stay in cache: each line is read at once.
+        lines = cgutils.alloca_once(b, I8, size=LANES * SPREAD * size)
+        near = [v.at(b, lines, I64(SPREAD * size * lane), I8) for lane in range(LANES)]
+        rows = [v.at(b, x, b.add(start, b.mul(words, I64(lane))), word) for lane in range(LANES)]
+        counts = cgutils.alloca_once_value(b, v.constant(v.V16I, 0))
+        wanted = [v.splat(b, bits, each) for bits in arguments[5:]]
+        some = v.splat(b, b.sext(b.icmp_unsigned("!=", arguments[6], word(0)), I32), v.V16I)
+        line = ir.VectorType(I8, SPREAD * size)
+        with cgutils.for_range_slice(b, I64(0), b.and_(words, I64(-SPREAD)), I64(SPREAD), I64) as (i, _):
+            for row, own in zip(rows, near, strict=True):
+                v.store(b, v.load(b, line, v.at(b, row, b.mul(i, I64(size)), I8), 2), own, 2)
+            with cgutils.for_range_slice(b, I64(0), I64(SPREAD), I64(TURNED), I64) as (j, _):
+                # Words of 16 bits are turned in pairs.
+                turned = turned_words(b, [v.at(b, own, b.mul(j, I64(size)), I8) for own in near], TURNED * size // 4)
+                if pairs:
+                    turned = [b.trunc(part, each) for pair in turned
+                              for part in (pair, b.lshr(pair, v.constant(v.V16I, 16)))]
+                for k, values in enumerate(turned):
+                    first, second = (b.sext(b.icmp_unsigned("==", b.and_(values, bits), bits), v.V16I)
+                                     for bits in wanted)
+                    found = b.add(first, b.and_(second, some))
+                    b.store(b.sub(b.load(counts, typ=v.V16I), found), counts)
+                    target = b.add(to, b.mul(b.add(b.add(i, j), I64(k)), I64(LANES)))
+                    v.store(b, values, v.at(b, w, target, word), 2)
+        return b.sext(v.tree(b, b.load(counts, typ=v.V16I), b.add), I64)
+
+    i = types.intp
+    return types.intp(x, i, i, w, i, x.dtype, x.dtype), codegen
 
 
 @intrinsic

@@ -11,9 +11,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mpillm.jit.isa import vector as v
+from mpillm.jit.isa.interleave import turned_words
 from mpillm.jit.isa.quantised import SHAPES
 from mpillm.jit.isa.vector import I8, I16, I32, I64, LANES, V16I
 
@@ -21,7 +23,7 @@ V16B, V16W = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 
 
 class _Lanes:
-    """Reads from 16 rows at once and writes those lanes of a panel that are asked for."""
+    """Reads from 16 rows at once and writes those lanes of a panel that are ``wanted``, None for all."""
 
     def __init__(self, b: ir.IRBuilder, rows: list[Any], wanted: Any) -> None:
         self.b, self.rows, self.wanted = b, rows, wanted
@@ -36,17 +38,18 @@ class _Lanes:
 
     def put(self, values: Any, address: Any) -> None:
         """Store the lanes that are wanted; what stands in the others stays."""
-        before = v.load(self.b, values.type, address, 1)
-        v.store(self.b, self.b.select(self.wanted, values, before), address, 1)
+        if self.wanted is not None:
+            values = self.b.select(self.wanted, values, v.load(self.b, values.type, address, 1))
+        v.store(self.b, values, address, 1)
+
+    def words(self, offset: Any, count: int) -> list[Any]:
+        """``count`` words from byte ``offset`` of each row on."""
+        return turned_words(self.b, [v.at(self.b, row, offset, I8) for row in self.rows], count)
 
     def copy(self, offset: int, count: int, address: Any) -> None:
         """``count`` words from byte ``offset`` of each wanted row to its lane, word i 64 * i bytes on."""
-        b = self.b
-        for lane, row in enumerate(self.rows):
-            with b.if_then(b.extract_element(self.wanted, I32(lane))):
-                for i in range(count):
-                    word = v.load(b, I32, v.at(b, row, I64(offset + 4 * i), I8), 1)
-                    v.store(b, word, v.at(b, address, I64(64 * i + 4 * lane), I8), 1)
+        for i, word in enumerate(self.words(I64(offset), count)):
+            self.put(word, v.at(self.b, address, I64(64 * i), I8))
 
     def put_half(self, offset: Any, address: Any) -> None:
         """Copy a float16, and mark lanes where it is not finite."""
@@ -76,22 +79,24 @@ def put_sixteen(typingctx, kind, raw, at, row_bytes, row, low, high, sub, w, to,
         numbers, (first, stop) = v.lane_numbers(), [v.splat(b, b.trunc(end, I32), V16I) for end in (low, high)]
         wanted = b.and_(b.icmp_signed(">=", numbers, first), b.icmp_signed("<", numbers, stop))
         places = v.at(b, w, to, I8), v.at(b, scales, own, I8), v.at(b, scales, above, I8)
+        whole, found = b.icmp_signed("==", b.sub(high, low), I64(LANES)), cgutils.alloca_once_value(b, I64(0))
         done = b.append_basic_block("done")
-        choice, ends = b.switch(kind, done), [(b.block, I64(0))]
+        choice = b.switch(kind, done)
         for name, shape in SHAPES.items():
             case = b.append_basic_block(name)
             choice.add_case(I64(shape.number), case)
             b.position_at_end(case)
-            lanes = _Lanes(b, rows, wanted)
-            _FORMATS[name](b, lanes, sub, *places)
-            count = b.sext(v.tree(b, b.zext(b.and_(lanes.bad, wanted), V16I), b.add), I64)
-            ends.append((b.block, count))
+            # All lanes is what is usual, and stores of some are slow.
+            with b.if_else(whole, likely=True) as branches:
+                for branch, some in zip(branches, (None, wanted), strict=True):
+                    with branch:
+                        lanes = _Lanes(b, rows, some)
+                        _FORMATS[name](b, lanes, sub, *places)
+                        bad = lanes.bad if some is None else b.and_(lanes.bad, some)
+                        b.store(b.sext(v.tree(b, b.zext(bad, V16I), b.add), I64), found)
             b.branch(done)
         b.position_at_end(done)
-        bad = b.phi(I64)
-        for block, count in ends:
-            bad.add_incoming(count, block)
-        return bad
+        return b.load(found, typ=I64)
 
     i = types.intp
     return types.intp(i, raw, i, i, i, i, i, i, w, i, scales, i, i), codegen
@@ -115,9 +120,9 @@ def _plain(first: int, vectors: int, minimum: bool) -> Callable[..., None]:
 def _nibbles(b: ir.IRBuilder, lanes: _Lanes, first: Any, shift: Any, w: Any) -> None:
     """32 codes of four bits from bytes ``first`` ... + 31, shifted by ``shift``."""
     shifts, mask = v.splat(b, b.trunc(shift, I32), V16I), v.constant(V16I, 0x0F0F0F0F)
+    words = lanes.words(first, 8)
     for i in range(4):
-        low, high = (b.and_(b.lshr(lanes.gather(V16I, b.add(first, I64(4 * i + j))), shifts), mask)
-                     for j in (0, 16))
+        low, high = (b.and_(b.lshr(words[i + j], shifts), mask) for j in (0, 4))
         lanes.put(b.or_(low, b.shl(high, v.constant(V16I, 4))), _bytes(b, w, 64 * i))
 
 
@@ -126,8 +131,7 @@ def _q4_k(b: ir.IRBuilder, lanes: _Lanes, sub: Any, w: Any, own: Any, above: Any
     _nibbles(b, lanes, first, b.mul(b.and_(sub, I64(1)), I64(4)), w)
     # Four bytes of scales, four of minima, four with the low four bits of both for blocks 4 to 7.
     shift = v.splat(b, b.trunc(b.mul(b.and_(sub, I64(3)), I64(8)), I32), V16I)
-    scale, least, lower = (b.and_(b.lshr(lanes.gather(V16I, I64(4 + 4 * i)), shift), v.constant(V16I, 255))
-                           for i in range(3))
+    scale, least, lower = (b.and_(b.lshr(word, shift), v.constant(V16I, 255)) for word in lanes.words(I64(0), 4)[1:])
     early = b.icmp_unsigned("<", sub, I64(4))
 
     def number(six: Any, four: Any) -> Any:
@@ -146,10 +150,11 @@ def _q6_k(b: ir.IRBuilder, lanes: _Lanes, sub: Any, w: Any, own: Any, above: Any
     _nibbles(b, lanes, first, b.mul(b.lshr(quarter, I64(1)), I64(4)), w)
     first = b.add(I64(128), b.mul(half, I64(32)))
     shift = v.splat(b, b.trunc(b.mul(quarter, I64(2)), I32), V16I)
+    words = lanes.words(first, 8)
     for i in range(2):
         bits = v.constant(V16I, 0)
         for quad in range(4):
-            two = b.lshr(lanes.gather(V16I, b.add(first, I64(16 * i + 4 * quad))), shift)
+            two = b.lshr(words[4 * i + quad], shift)
             two = b.and_(two, v.constant(V16I, 0x03030303))
             bits = b.or_(bits, b.shl(two, v.constant(V16I, 2 * quad)))
         lanes.put(bits, _bytes(b, w, 64 * (4 + i)))
