@@ -110,7 +110,8 @@ def load_model(run: RunConfig, model: ModelConfig, weights: Weights, split: Spli
                reducer: overlap.Ranks, gather: KVGather | None) -> LoadedModel:
     """This rank's part of the model. Raises ModelError."""
     loader = Loader(model, weights, split.partition.shares[rank], run.weights, reducer)
-    built = registry.BUILDERS[model.architecture](model, loader, gather)
+    with loader.ahead():
+        built = registry.BUILDERS[model.architecture](model, loader, gather)
     built.fast, built.scratch, built.overlap = run.fast, run.attention_scratch, overlap.chosen(run.overlap, reducer)
     return LoadedModel(built, loader.nbytes)
 

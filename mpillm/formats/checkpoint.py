@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ class Source:
                                  "the file was cut while it was read")
             done += got
 
-    def read_pieces(self, offsets: list[int], view: memoryview, size: int) -> None:
+    def read_pieces(self, offsets: Sequence[int], view: memoryview, size: int) -> None:
         """Fill ``view`` with pieces of ``size`` bytes from ``offsets``, which are many: a tight loop."""
         preadv, fd = os.preadv, self._fd
         at = 0
@@ -248,13 +248,12 @@ class Checkpoint:
         assert len(info.shape) in (2, 3), f"tensor {name} is no matrix: {info}"
         span, border = _span(name, cols, info.shape[-1]), min(info.block, 32)
         assert span.start % border == 0 and span.stop % border == 0, f"tensor {name}: {span} cuts a block of {border}"
-        index = indices(name, rows, math.prod(info.shape[:-1]))
+        order, ordered = _rows_in_file_order(name, rows, math.prod(info.shape[:-1]))
         blocks = range(span.start // info.block, -(-span.stop // info.block) if span else span.start // info.block)
         row_bytes = stored.block_bytes * len(blocks)
-        size = len(index) * row_bytes
+        size = len(ordered) * row_bytes
         raw = np.empty(size, np.uint8) if room is None or len(room) < size else room[:size]
-        raw = raw.reshape(len(index), row_bytes)
-        order, ordered = _in_file_order(index)
+        raw = raw.reshape(len(ordered), row_bytes)
         _read_rows(stored, raw, ordered, blocks)
         if order is not None:
             raw[order] = raw.copy()
@@ -315,16 +314,26 @@ class Checkpoint:
         return out
 
 
-def _read_rows(stored: Stored, part: np.ndarray, rows: np.ndarray, blocks: range) -> None:
-    """Fill ``part`` uint8 [n, bytes] with ``blocks`` of ``rows``; whole neighbouring rows in one read."""
+def _read_rows(stored: Stored, part: np.ndarray, rows: np.ndarray | range, blocks: range) -> None:
+    """Fill ``part`` uint8 [n, bytes] with ``blocks`` of ``rows``; whole neighbouring rows in one read.
+
+    A range is of neighbours.
+    """
     count, part_bytes = part.shape
     if not part.size:
         return
     view = part.reshape(-1).data
     row_bytes = stored.info.shape[-1] // stored.info.block * stored.block_bytes
-    offsets = (rows * row_bytes + (stored.offset + blocks.start * stored.block_bytes)).tolist()
+    begin = stored.offset + blocks.start * stored.block_bytes
+    if isinstance(rows, range):
+        offsets = range(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, row_bytes)
+    else:
+        offsets = (rows * row_bytes + begin).tolist()
     if part_bytes != row_bytes:
         stored.source.read_pieces(offsets, view, part_bytes)
+        return
+    if isinstance(rows, range):
+        stored.source.read_into(offsets[0], view)
         return
     breaks = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     for first, last in zip([0, *breaks], [*breaks, count], strict=True):
@@ -333,6 +342,15 @@ def _read_rows(stored: Stored, part: np.ndarray, rows: np.ndarray, blocks: range
 
 def _ascending(index: np.ndarray) -> bool:
     return bool((np.diff(index) > 0).all())
+
+
+def _rows_in_file_order(name: str, rows: Rows, n: int) -> tuple[np.ndarray | None, np.ndarray | range]:
+    """As ``_in_file_order`` of indices that are checked; neighbours, which need no work, as a range."""
+    found = range(n) if rows is None else rows
+    if isinstance(found, range) and found.step == 1:
+        assert not found or 0 <= found.start < found.stop <= n, f"tensor {name} has {n} rows, asked {rows}"
+        return None, found
+    return _in_file_order(indices(name, found, n))
 
 
 def _in_file_order(index: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:

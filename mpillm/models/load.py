@@ -1,7 +1,7 @@
 """Building layers from a checkpoint: one tensor at a time, of each only the slice that is owned here.
 
-Chunks of rows are read and packed by several threads, each chunk by one, which finds it in its cache. Peak memory is
-the packed slices plus ``LOADING_BYTES``.
+Chunks of rows are read and packed by several threads, each chunk by one, which finds it in its cache; :meth:`ahead` of
+a matrix that is not complete the next one begins. Peak memory is the packed slices plus ``LOADING_BYTES``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,6 +103,9 @@ class Loader:
         self.nbytes = 0
         self._own = threading.local()       # a worker's room
         self._pool = ThreadPoolExecutor(min(WORKERS, kernels.threads() + 1))    # one waits for the disk meanwhile
+        self._ahead = False
+        self._pending: deque[tuple[kernels.Packer, str, Future[Lost]]] = deque()
+        self._open: list[kernels.Packer] = []           # whose matrices have been given out
 
     # Spans of outputs, in rows of the checkpoint's matrices.
 
@@ -198,19 +202,58 @@ class Loader:
     def fill(self, packer: kernels.Packer, pieces: Sequence[Piece], columns: range,
               height: int = 0) -> kernels.PackedMatrix:
         """Stream the pieces into a matrix; each is followed by zeros up to ``height`` rows, if it has fewer."""
-        for name, lost in self._by_workers(self._jobs(packer, pieces, columns)):
-            self.check(packer, name, lost)
+        for name, shares, run in self._jobs(packer, pieces, columns):
+            self._take_in(0 if shares else WORKERS)
+            self._pending.append((packer, name, self._pool.submit(run)))
         for piece in pieces:
             if piece.rows.size < height:
+                self._take_in(0)            # they may share its last panel
                 missing = np.zeros((height - piece.rows.size, packer.k), np.float32)
                 packer.put(piece.at + piece.rows.size, missing, piece.tensor)
         return self.finish(packer)
 
     def finish(self, packer: kernels.Packer) -> kernels.PackedMatrix:
-        """A packed matrix, whose bytes count."""
-        matrix = packer.finish()
+        """A packed matrix, whose bytes count; within :meth:`ahead` its rows may still be coming."""
+        matrix = packer.matrix()
         self.nbytes += matrix.nbytes
+        self._open.append(packer)
+        if not self._ahead:
+            self._settle()
         return matrix
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """While it lasts nobody waits for a matrix's rows: at its end all have come. Raises as :meth:`check`."""
+        self._ahead = True
+        try:
+            yield
+            self._settle()
+        finally:
+            self._ahead = False
+            self._abandon()
+
+    def _settle(self) -> None:
+        """Wait for all rows that were asked for."""
+        self._take_in(0)
+        for packer in self._open:
+            packer.finish()
+        self._open.clear()
+
+    def _take_in(self, most: int) -> None:
+        """Take jobs off, in order, until ``most`` are left. Raises what a job raised, and as :meth:`check`."""
+        try:
+            while len(self._pending) > most:
+                packer, name, job = self._pending.popleft()
+                self.check(packer, name, job.result())
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """No job is left that reads or writes."""
+        wait([job for _, _, job in self._pending])
+        self._pending.clear()
+        self._open.clear()
 
     def check(self, packer: kernels.Packer, name: str, lost: Lost) -> None:
         """Go on with a tensor of which rows were packed. Raises ModelError if values were ``lost``, Stopped."""
@@ -251,29 +294,12 @@ class Loader:
         values = _widened(self.weights.read(piece.name, rows, inputs), packer.k)
         return packer.put(at, values, piece.tensor, threads=1)
 
-    def _by_workers(self, jobs: Iterator[Job]) -> Iterator[tuple[str, Lost]]:
-        """Run jobs, some at a time; in order the name of each that is done, and what it lost."""
-        pending: deque[tuple[str, Future]] = deque()
-        try:
-            for name, shares, run in jobs:
-                while pending and (shares or len(pending) > WORKERS):
-                    yield _done(pending.popleft())
-                pending.append((name, self._pool.submit(run)))
-            while pending:
-                yield _done(pending.popleft())
-        finally:
-            wait([future for _, future in pending])     # they write into what is about to be dropped
-
     @staticmethod
     def _finite(name: str, values: np.ndarray) -> np.ndarray:
         if not np.isfinite(values).all():
             count = int(np.count_nonzero(~np.isfinite(values)))
             raise ModelError(f"tensor {name} has {count} values that are NaN or infinite: the file is damaged")
         return values
-
-
-def _done(job: tuple[str, Future]) -> tuple[str, Lost]:
-    return job[0], job[1].result()
 
 
 def _widened(values: np.ndarray, k: int) -> np.ndarray:

@@ -169,10 +169,14 @@ class Packer:
         with self._lock:
             self._rows += shape[0]
 
+    def matrix(self) -> PackedMatrix:
+        """The matrix that is being packed: what is to be read of it are rows that have come."""
+        assert self._data is not None, "before finish()"
+        return PackedMatrix(self.format, self.n, self.k, self._data, self._scales, self.phase)
+
     def finish(self) -> PackedMatrix:
         """The packed matrix; lanes beyond its last row hold zeros."""
         assert self._rows == self.n, f"{self._rows} rows came of {self.n}"
-        assert self._data is not None, "finish() comes once"
-        matrix = PackedMatrix(self.format, self.n, self.k, self._data, self._scales, self.phase)
+        matrix = self.matrix()
         self._data = self._scales = None
         return matrix

@@ -141,7 +141,7 @@ def test_what_a_format_cannot_hold_is_counted(name, values, overflow, nonfinite)
 
 
 @pytest.mark.parametrize("name, kind", [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
-@pytest.mark.parametrize("n, k, interleaved", [(83, 70, 1), (64, 32, 2), (5, 2, 1)])
+@pytest.mark.parametrize("n, k, interleaved", [(83, 70, 1), (64, 32, 2), (5, 2, 1), (50, 402, 1), (64, 256, 2)])
 def test_rows_as_stored_become_what_their_values_become(name, kind, n, k, interleaved):
     rows = random(n, k).astype(kind)
     values, stored = (kernels.Packer(name, n, k, interleaved=interleaved) for _ in range(2))
@@ -156,12 +156,13 @@ def test_rows_as_stored_become_what_their_values_become(name, kind, n, k, interl
 
 
 @pytest.mark.parametrize("name, kind", [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
-def test_stored_rows_are_searched_for_what_is_not_finite(name, kind):
-    rows = random(40, 64).astype(kind)
-    rows[3, 4], rows[17, 5], rows[39, 63] = np.nan, np.inf, -np.inf
-    packer = kernels.Packer(name, 40, 64)
+@pytest.mark.parametrize("k", [64, 300])
+def test_stored_rows_are_searched_for_what_is_not_finite(name, kind, k):
+    rows = random(40, k).astype(kind)
+    rows[3, 4], rows[17, 5], rows[31, 62], rows[30, k - 1], rows[39, k - 1] = np.nan, np.inf, np.nan, np.nan, -np.inf
+    packer = kernels.Packer(name, 40, k)
     packer.put_raw(0, rows.view(np.uint8))
-    assert (packer.nonfinite, packer.overflow) == (3, 0)
+    assert (packer.nonfinite, packer.overflow) == (5, 0)
 
 
 def test_an_odd_row_of_bf16_is_not_taken_as_stored():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from steps import logits_of_splits
 
 from mpillm import kernels
 from mpillm.errors import ModelError
+from mpillm.models import load as load_module
 from mpillm.models import registry
 from mpillm.models.load import Loader, apart, memory_format
 from mpillm.models.parse import open_model
@@ -33,6 +35,32 @@ def load(config, weights, tp, rank, asked, kv_mode="redundant"):
     split = partition(registry.sizes(config, weights, asked), tp, kv_mode)
     loader = Loader(config, weights, split.shares[rank], asked, _Alone())
     return registry.BUILDERS[config.architecture](config, loader, None), loader.nbytes, split
+
+
+def test_loading_ahead_packs_the_same_and_names_what_is_damaged(tmp_path, monkeypatch):
+    """Nobody waits for a matrix before the next one begins; an error ends what still reads."""
+    monkeypatch.setattr(load_module, "CHUNK_BYTES", 4096)
+    config = tiny()
+    figures, weights = opened(write_folder(tmp_path / "whole", config, random_tensors(config)))
+    split = partition(registry.sizes(figures, weights, "auto"), 2, "redundant")
+    found = []
+    for ahead in (False, True):
+        loader = Loader(figures, weights, split.shares[1], "auto", _Alone())
+        with loader.ahead() if ahead else nullcontext():
+            model = registry.BUILDERS["llama"](figures, loader, None)
+        block = model.blocks[1]
+        found.append([loader.nbytes, *(layer.weight.data.tobytes() for layer in (
+            *block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down))])
+    assert found[0] == found[1]
+
+    tensors = random_tensors(config)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][5, -3] = np.nan
+    figures, weights = opened(write_folder(tmp_path / "damaged", config, tensors))
+    loader = Loader(figures, weights, split.shares[1], "auto", _Alone())
+    with pytest.raises(ModelError, match=f"tensor {name} has 1 values that are NaN"), loader.ahead():
+        registry.BUILDERS["llama"](figures, loader, None)
+    assert not loader._pending and not loader._open
 
 
 @pytest.mark.parametrize("asked", ["auto", "f32", "bf16", "f16", "q8_0", "q4_1"])

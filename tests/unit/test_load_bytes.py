@@ -164,7 +164,8 @@ def traced_load(path: str, split: Partition, rank: int, asked: str) -> tuple[int
         loader = load.Loader(weights.config, weights, split.shares[rank], asked, _Alone())
         tracemalloc.start()
         try:
-            registry.BUILDERS["llama"](weights.config, loader, None)
+            with loader.ahead():
+                registry.BUILDERS["llama"](weights.config, loader, None)
             return loader.nbytes, tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
