@@ -30,7 +30,7 @@ def without_head(tensors):
     return {name: value for name, value in tensors.items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 9])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(9, marks=pytest.mark.slow)])
 def test_tied_is_the_embedding(ranks, tmp_path):
     """The head that is not in the file, cut by vocabulary."""
     tied = folder_with(tmp_path / "tied", {"tie_word_embeddings": True}, without_head)

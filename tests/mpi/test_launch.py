@@ -78,11 +78,14 @@ def test_over_nodes(ranks, nodes):
     assert done.stdout.count("all exchanges are right") == 1
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("ranks, heads, kv_heads, kv_types", [
-    (2, 4, 1, ["f32", "bf16"]), (3, 6, 2, ["q8_0"]), (3, 3, 1, ["f32"]), (4, 9, 3, ["f16"]), (6, 9, 3, ["f32"]),
-    (8, 6, 2, ["f32"]),
-    (2, 4, "latent2", ["bf16", "q8_0"]), (3, 4, "latent1", ["q8_0", "f16"]), (4, 4, "latent1", ["f32"]),
-    (6, 4, "latent2", ["f16"]), (8, 4, "latent2", ["f32"])])
+    (2, 4, 1, ["f32", "bf16"]), (3, 6, 2, ["q8_0"]), pytest.param(3, 3, 1, ["f32"], marks=SLOW),
+    pytest.param(4, 9, 3, ["f16"], marks=SLOW), (6, 9, 3, ["f32"]), pytest.param(8, 6, 2, ["f32"], marks=SLOW),
+    (2, 4, "latent2", ["bf16", "q8_0"]), pytest.param(3, 4, "latent1", ["q8_0", "f16"], marks=SLOW),
+    (4, 4, "latent1", ["f32"]), pytest.param(6, 4, "latent2", ["f16"], marks=SLOW), (8, 4, "latent2", ["f32"])])
 def test_a_sharded_cache(ranks, heads, kv_heads, kv_types):
     """Rows of all ranks and of some, heads that straddle two ranks, ranks without query heads."""
     done = launch(ranks, "shards.py", str(heads), str(kv_heads), *kv_types, limit=400)
@@ -91,9 +94,10 @@ def test_a_sharded_cache(ranks, heads, kv_heads, kv_types):
 
 
 @pytest.mark.parametrize("ranks, nodes, weights, cases", [
-    (2, "2", "f32", "redundant mpi"), (2, "2", "q8_0", "latent0 latent2"),
-    (3, "2", "bf16", "allgather sharded q8_0 messages experts latent3 latents"),
-    (5, "3", "f32", "redundant sharded messages"), (5, "0,1,0,1,0", "bf16", "allgather bf16 experts")])
+    (2, "2", "f32", "redundant mpi"), (2, "2", "q8_0", "latent0 latent2"), (3, "2", "bf16", "sharded q8_0 latents"),
+    pytest.param(3, "2", "bf16", "allgather sharded q8_0 messages experts latent3 latents", marks=SLOW),
+    pytest.param(5, "3", "f32", "redundant sharded messages", marks=SLOW),
+    pytest.param(5, "0,1,0,1,0", "bf16", "allgather bf16 experts", marks=SLOW)])
 def test_steps_in_halves(ranks, nodes, weights, cases):
     """The same bits as whole steps, over wires and KV modes; and all ranks find the same way quicker."""
     done = launch(ranks, "halves.py", nodes, weights, *cases.split(), limit=400)

@@ -51,8 +51,9 @@ BLOCKS = Case("blocks", new("llama", (12, 4), 256, 768, head_dim=64), lengths=(5
 
 
 @pytest.mark.parametrize("case, kind, ranks", [
-    (BY_NAME["tiny"], "Q8_0", 1), (BY_NAME["tiny"], "Q8_0", 3), (BY_NAME["tiny"], "Q4_0", 3),
-    (BY_NAME["tiny"], "Q4_1", 3), (BLOCKS, "Q4_K", 5), (BLOCKS, "Q6_K", 3)],
+    (BY_NAME["tiny"], "Q8_0", 1), (BY_NAME["tiny"], "Q4_0", 3), (BLOCKS, "Q4_K", 5),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (BY_NAME["tiny"], "Q8_0", 3), (BY_NAME["tiny"], "Q4_1", 3), (BLOCKS, "Q6_K", 3)))],
     ids=lambda x: getattr(x, "name", str(x)))
 def test_quantised_formats_round_inputs_to_eight_bits_and_nothing_else(case, kind, ranks, tmp_path):
     """Most rows agree to float32's precision; in some a value came to the other side of a rounding border, and what

@@ -41,7 +41,7 @@ def test_texts_become_the_ids_that_transformers_fed(tmp_path):
             assert file["prompt_tokens"][start:stop].tolist() == prompt["prompt_ids"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 9])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(9, marks=pytest.mark.slow)])
 def test_greedy_tokens_at_other_rank_counts(ranks, tmp_path):
     check(run(tmp_path, ranks, MODEL, lines(as_ids=True), *EXACT, "--tp", ranks, timeout=400))
 
