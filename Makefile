@@ -15,7 +15,8 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(MAKE) --no-print-directory lint
 	python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit tests/test_house.py
-	python -m pytest --ignore tests/unit --ignore tests/test_house.py
+	python -m pytest -n 2 --dist worksteal tests/reference
+	python -m pytest --ignore tests/unit --ignore tests/test_house.py --ignore tests/reference
 
 test-all: $(VENV)/.test
 	python -m pytest -m "slow or not slow"
