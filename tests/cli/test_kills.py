@@ -25,7 +25,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
     write_prompts(folder / "in.jsonl", 120, 307, 100)
     options = ["--prompts", str(folder / "in.jsonl"), "--model", str(MODEL), "--tp", "2", "--max-batch", "2",
-               "--flush-every", "0.2", "--logits", "last"]
+               "--flush-every", "0.1", "--logits", "last"]
     (folder / "whole").mkdir()
     return options, *undisturbed(folder / "whole", mpirun(), options)
 
@@ -62,7 +62,7 @@ def begun(whole, folder: Path, *more: str) -> Job:
 
 def test_a_rank_that_is_killed_is_named_and_the_next_attempt_goes_on(whole, tmp_path):
     job = begun(whole, tmp_path)
-    time.sleep(0.3 * whole[1][1])
+    job.await_lines(1)
     send(job.found()["workers"][0], signal.SIGKILL)
     code = job.end(60)
     said = job.log.read_text()
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_is_named_and_the_next_attempt_goes_on(whole, tmp_
 @pytest.mark.parametrize("to", ["mpirun", "one rank"])
 def test_a_signal_stops_all_ranks_after_their_step(whole, tmp_path, to):
     job = begun(whole, tmp_path)
-    time.sleep(0.3 * whole[1][1])
+    job.await_lines(1)
     send(job.process.pid if to == "mpirun" else job.found()["workers"][-1], signal.SIGUSR1)
     assert job.end(60) == STOPPED
     assert "stopped by SIGUSR1 with" in job.log.read_text()
@@ -88,7 +88,7 @@ def test_a_signal_stops_all_ranks_after_their_step(whole, tmp_path, to):
 
 def test_a_rank_that_stands_still_is_named_in_time(whole, tmp_path):
     job = begun(whole, tmp_path, "--exchange-timeout", "2")
-    time.sleep(0.2)
+    job.await_lines(1)
     send(job.found()["workers"][0], signal.SIGSTOP)
     began = time.monotonic()
     job.end(60)
@@ -100,7 +100,7 @@ def test_a_line_that_expires_is_in_the_errors_file(whole, tmp_path):
     import json
 
     job = begun(whole, tmp_path, "--on-stop", "expire")
-    time.sleep(0.4 * whole[1][1])
+    job.await_lines(1)
     send(job.process.pid, signal.SIGUSR1)
     assert job.end(60) == 9, job.log.read_text()[-2000:]
     expired = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
